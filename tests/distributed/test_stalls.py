@@ -32,10 +32,7 @@ BOUND = 40.0
 """Three times what is promised, for machines that are busy; a save alone would wait 30 minutes."""
 
 
-@pytest.mark.parametrize(
-    "where, stage",
-    [("compute", "in compute(3, 0)"), ("save", "save(4)")],
-)
+@pytest.mark.parametrize("where, stage", [("compute", "in compute(3, 0)"), ("save", "save(4)")])
 @pytest.mark.slow
 def test_a_pool_names_a_stopped_rank_and_its_stage(tmp_path, where, stage):
     with RankPool((2,), timedelta(seconds=TIMEOUT)) as pool:
@@ -96,8 +93,7 @@ class Ranks:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "where, stage",
-    [("compute", "in compute(3, 0)"), pytest.param("save", "save(4)", marks=pytest.mark.slow)],
+    "where, stage", [("compute", "in compute(3, 0)"), pytest.param("save", "save(4)", marks=pytest.mark.slow)]
 )
 def test_a_stopped_rank_is_named_under_torchrun(tmp_path, where, stage):
     with Ranks(tmp_path, where, 1) as ranks:

@@ -33,11 +33,7 @@ DIM, WIDTH, SEED = 3, 5, 7
 EXTREMES = [-(2**63), -(2**63) + 1, -2, -1, 0, 1, 2**63 - 2, 2**63 - 1]
 IDS = [*EXTREMES, *range(20, 30), *range(-70, -35, 7)]
 MERGED_IDS = [0, 1, 2, 2**61 - 1, 2**61 - 2, *range(20, 27)]
-LAYOUTS = {
-    "alone": None,
-    "named": KeyLayout(("item",)),
-    "merged": KeyLayout(("action", "item", "user")),
-}
+LAYOUTS = {"alone": None, "named": KeyLayout(("item",)), "merged": KeyLayout(("action", "item", "user"))}
 EVICTIONS = {
     "none": None,
     "lru": Eviction("lru", capacity=6),
@@ -140,9 +136,7 @@ class TableAgainstRules(RuleBasedStateMachine):
     """The first one is that of the start, any of them that of a restart."""
 
     @initialize(
-        world_size=st.integers(1, 4),
-        layout=st.sampled_from(sorted(LAYOUTS)),
-        pipelined=st.booleans(),
+        world_size=st.integers(1, 4), layout=st.sampled_from(sorted(LAYOUTS)), pipelined=st.booleans()
     )
     def begin(self, world_size, layout, pipelined):
         self.layout, self.pipelined = LAYOUTS[layout], pipelined
@@ -191,9 +185,7 @@ class TableAgainstRules(RuleBasedStateMachine):
     @rule(
         steps=st.lists(
             st.tuples(
-                picked_keys,
-                st.sampled_from([1, 1, 1, 2, 3]),
-                st.sampled_from(["now", "late", "beside"]),
+                picked_keys, st.sampled_from([1, 1, 1, 2, 3]), st.sampled_from(["now", "late", "beside"])
             ),
             min_size=1,
             max_size=6,
@@ -400,8 +392,7 @@ ON_DISK = Placement("disk", path=gettempdir(), memory="150")
 
 @pytest.mark.parametrize("storage", ["device", "cached", "disk"])
 @pytest.mark.parametrize(
-    ("eviction", "admission", "tiers"),
-    slow_except([("lru", 2, "tiers")], product(EVICTIONS, (1, 2), TIERS)),
+    ("eviction", "admission", "tiers"), slow_except([("lru", 2, "tiers")], product(EVICTIONS, (1, 2), TIERS))
 )
 def test_policies_are_the_same_wherever_the_rows_are(storage, eviction, admission, tiers):
     policy = TablePolicy(EVICTIONS[eviction], admission, TIERS[tiers], 3)

@@ -19,15 +19,7 @@ from layer_bytes import layer_with, saved_bytes, single_ops, workload
 
 from tritonrec import ops
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer as whole
-from tritonrec.nn import (
-    FuXiConfig,
-    FuXiLayer,
-    GradientAccumulator,
-    HSTUConfig,
-    HSTULayer,
-    Tokens,
-    hstu_layer,
-)
+from tritonrec.nn import FuXiConfig, FuXiLayer, GradientAccumulator, HSTUConfig, HSTULayer, Tokens, hstu_layer
 
 SIZES = {"dim": 10, "heads": 2, "qk_dim": 5, "v_dim": 7, "max_seq_len": 21, "dropout": 0.3, "time_buckets": 6}
 LAYERS = {
@@ -88,8 +80,7 @@ def assert_equal(got, want, what=""):
 
 
 @pytest.mark.parametrize(
-    ("name", "exactly"),
-    [(name, exactly) for name in LAYERS for exactly in (False, True)],
+    ("name", "exactly"), [(name, exactly) for name in LAYERS for exactly in (False, True)]
 )
 def test_bits_are_those_of_the_single_steps(name, exactly):
     layer = make_layer(name)

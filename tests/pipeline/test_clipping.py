@@ -118,9 +118,5 @@ def test_values_are_clamped_and_zero_means_no_limit():
 def test_a_schedule_without_the_norm_is_refused():
     with pytest.raises(ValueError, match="clips: False"):
         Trainer(
-            *parts(),
-            Communicators.local(),
-            "nestpipe",
-            WindowConfig(2, max_grad_norm=1.0),
-            schedule=NESTPIPE,
+            *parts(), Communicators.local(), "nestpipe", WindowConfig(2, max_grad_norm=1.0), schedule=NESTPIPE
         )

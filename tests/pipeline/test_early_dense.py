@@ -27,13 +27,7 @@ from tritonrec.pipeline import (
 )
 from tritonrec.pipeline import early as early_dense
 from tritonrec.pipeline.early import EarlyDense
-from tritonrec.pipeline.schedule import (
-    Access,
-    Edge,
-    Schedule,
-    Stage,
-    with_early_dense,
-)
+from tritonrec.pipeline.schedule import Access, Edge, Schedule, Stage, with_early_dense
 
 
 class Deep(Ranker):

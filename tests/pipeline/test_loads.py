@@ -17,12 +17,7 @@ from tritonrec import dcp
 from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.data import NumberedLoader
 from tritonrec.distributed import Communicators, RanksDisagreeError
-from tritonrec.embedding import (
-    FeatureConfig,
-    HashTableCollection,
-    RowOptimizer,
-    TablePolicy,
-)
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer, TablePolicy
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.resilience import PeerCopies

@@ -45,8 +45,7 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    ("kind", "position"),
-    slow_except([(Shuffled, 4), (plain, 6)], product([Shuffled, plain], [1, 4, 6])),
+    ("kind", "position"), slow_except([(Shuffled, 4), (plain, 6)], product([Shuffled, plain], [1, 4, 6]))
 )
 def test_a_training_goes_on_where_it_was_saved(tmp_path, kind, position):
     def numbered(count):

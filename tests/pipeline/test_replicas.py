@@ -117,13 +117,7 @@ def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_mi
     first = replace(plain, exchange=replace(plain.exchange, first_use=True))
     for world, replicas in ((2, 2), (4, 2)):
         late = pool.run(replica_bytes, world, plain, 4, replicas=replicas)
-        early = pool.run(
-            replica_bytes,
-            world,
-            first,
-            4,
-            replicas=replicas,
-        )
+        early = pool.run(replica_bytes, world, first, 4, replicas=replicas)
         for (sent, _, rows), (sooner, total, same) in zip(late, early, strict=True):
             assert sent[0] == 0 and min(sooner) > 0
             assert 0.8 < sum(sooner) / sent[1] < 1.2, "packed rows of other groups have other widths"

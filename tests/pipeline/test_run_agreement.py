@@ -16,14 +16,7 @@ from trainer_parts import JOB
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError
 from tritonrec.embedding import HashTableCollection, RowOptimizer
-from tritonrec.pipeline import (
-    PIPELINED,
-    DenseModel,
-    StageFailedError,
-    Trainer,
-    WindowConfig,
-    run_agreement,
-)
+from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer, WindowConfig, run_agreement
 from tritonrec.pipeline.model_call import CallerSettings
 from tritonrec.pipeline.run_agreement import RunAgreement
 from tritonrec.pipeline.words import LOWEST, Words, may_differ, words_of

@@ -17,14 +17,7 @@ from trainer_parts import Ranker, batches, parts, same, state, trained
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
-from tritonrec.pipeline import (
-    NESTPIPE,
-    StageFailedError,
-    Trainer,
-    WindowConfig,
-    schedule_of,
-    stages,
-)
+from tritonrec.pipeline import NESTPIPE, StageFailedError, Trainer, WindowConfig, schedule_of, stages
 from tritonrec.pipeline.places import Routes
 from tritonrec.pipeline.stage import Edge, Stage, stage
 from tritonrec.settings import with_values

@@ -243,11 +243,7 @@ def test_updates_of_several_batches_are_saved_after_the_last_one(tmp_path):
 
 
 def test_a_saver_and_its_steps_go_together(tmp_path):
-    with (
-        trainer(parts()) as trained,
-        trainer(parts()) as other,
-        trained.saver(tmp_path) as saver,
-    ):
+    with trainer(parts()) as trained, trainer(parts()) as other, trained.saver(tmp_path) as saver:
         for given in ({"saver": saver}, {"save_every": 2}):
             with pytest.raises(ValueError, match="go together"):
                 next(trained.run(batches(4), **given))

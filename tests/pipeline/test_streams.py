@@ -15,15 +15,7 @@ from speeds import slow_except
 from test_switches import POLICY, batches, parts, run, same, state
 
 from tritonrec.distributed import Communicators
-from tritonrec.pipeline import (
-    PIPELINED,
-    Edge,
-    StageFailedError,
-    Trainer,
-    WindowConfig,
-    schedule_of,
-    streams,
-)
+from tritonrec.pipeline import PIPELINED, Edge, StageFailedError, Trainer, WindowConfig, schedule_of, streams
 from tritonrec.pipeline.program import Program
 from tritonrec.settings import with_values
 

@@ -9,12 +9,7 @@ import torch
 from trainer_parts import batches, parts, same, state
 
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import (
-    Eviction,
-    PrecisionTiers,
-    RowOptimizer,
-    TablePolicy,
-)
+from tritonrec.embedding import Eviction, PrecisionTiers, RowOptimizer, TablePolicy
 from tritonrec.pipeline import (
     FWP,
     NESTPIPE,

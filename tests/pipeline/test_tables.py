@@ -11,11 +11,7 @@ from trainer_parts import batches, parts, same, state
 
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import (
-    Eviction,
-    PrecisionTiers,
-    TablePolicy,
-)
+from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 from tritonrec.settings import with_values

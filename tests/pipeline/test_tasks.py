@@ -7,16 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import FORMS
 
-from tritonrec.pipeline import (
-    DBP,
-    NESTPIPE,
-    Edge,
-    Schedule,
-    ScheduleError,
-    Task,
-    Tasks,
-    check,
-)
+from tritonrec.pipeline import DBP, NESTPIPE, Edge, Schedule, ScheduleError, Task, Tasks, check
 from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.schedule import with_replicas
 from tritonrec.pipeline.stage import Access, Stage
@@ -101,8 +92,7 @@ def test_a_shared_task_that_reads_what_others_have_changed_meanwhile_is_refused(
 
 
 @pytest.mark.parametrize(
-    "doers",
-    [{"exchange": (0, 0)}, {"exchange": (1, 2, 2)}, {"exchange": (0, 3, 2)}, {"route": (0, 0, 0)}],
+    "doers", [{"exchange": (0, 0)}, {"exchange": (1, 2, 2)}, {"exchange": (0, 3, 2)}, {"route": (0, 0, 0)}]
 )
 def test_doers_that_fit_no_window_are_refused(doers):
     with pytest.raises(ValueError, match="are no doers of 3 micro-batches"):

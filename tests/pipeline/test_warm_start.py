@@ -104,11 +104,7 @@ def test_tables_and_modules_are_chosen_and_renamed(saved):
         (dict(names=["shop"]), dict(tables=["shop"]), "the source has no table 'shop', but item"),
         (dict(names=["shop"]), dict(tables=["item"]), "there is no table 'item' here, but shop"),
         (dict(), dict(features=["x"]), "there is no feature 'x', but item"),
-        (
-            dict(dim=4),
-            dict(tables=["item"]),
-            r"weights \(\d+, 6\) .* there, \(n, 4\) float32 here",
-        ),
+        (dict(dim=4), dict(tables=["item"]), r"weights \(\d+, 6\) .* there, \(n, 4\) float32 here"),
         (dict(model=Larger), dict(dense=["head"]), "the source has no 'head.weight'"),
         (dict(), dict(dense=["hed"]), "no parameter here is named 'hed'; they are mix.weight"),
         (dict(), dict(rename={"a.": "b."}), "rename= has a., which nothing here took"),

@@ -123,10 +123,7 @@ def test_a_nan_in_a_gradient_names_the_tensor(consistency):
     values[1, 2] = float("nan")
     made[1].load("item", ids, values)
     named = r"(gradient|weight|bias|position).* nan"
-    with (
-        trainer(made, consistency=consistency) as training,
-        pytest.raises(StageFailedError, match=named),
-    ):
+    with trainer(made, consistency=consistency) as training, pytest.raises(StageFailedError, match=named):
         training.step(batch_of(0, 3))
 
 
