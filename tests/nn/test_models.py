@@ -34,7 +34,7 @@ def test_a_sample_keeps_its_bits_in_any_batch(accumulate, name, exactly):
             assert torch.equal(one, other), samples
 
 
-@pytest.mark.parametrize("name", slow_except(SUMMED, MODELS))
+@pytest.mark.parametrize("name", SUMMED)
 @pytest.mark.parametrize("alone", [False, True])
 def test_exact_sums_do_not_depend_on_the_split(same_sums, name, alone):
     module, case = MODELS[name]

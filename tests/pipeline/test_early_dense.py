@@ -142,12 +142,6 @@ def test_a_model_is_cut_by_its_values(sizes, messages):
         assert early.shares == pytest.approx(before)
 
 
-def test_a_model_of_one_part_has_none_to_reduce_early():
-    model = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="needs a model of as many parts and one"):
-        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
-
-
 EARLY = with_early_dense(NESTPIPE, 2)
 
 
@@ -311,7 +305,10 @@ def test_where_graphs_run_the_model_nobody_is_told(graphs):
     assert len(seen) == (4 if graphs is None else 0)  # two buckets
 
 
-def test_sharded_parameters_have_messages_of_their_own():
+def test_a_model_of_one_part_and_sharded_parameters_have_none_to_reduce_early():
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="needs a model of as many parts and one"):
+        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
     dense = DenseModel(model := Deep(), torch.optim.SGD(model.parameters(), 0.1))
     EarlyDense(dense, 1)
     dense.shards = object()

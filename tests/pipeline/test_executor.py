@@ -14,6 +14,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import examples
 
 from tritonrec.pipeline import (
     NESTPIPE,
@@ -52,7 +53,7 @@ def run(tasks, batches, action, delay=None, **options):
             executor.wait(batch)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32),
     st.sets(st.sampled_from(sorted({stage.lane for stage in NESTPIPE.stages}))),
@@ -76,7 +77,7 @@ def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, ba
     assert sorted(map(str, finished)) == sorted(map(str, expected))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(["fwp", "nestpipe"]), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3),
     st.booleans(), st.integers(0, 2**32),
@@ -152,7 +153,7 @@ def test_what_waits_for_a_part_does_not_wait_for_the_rest():
     assert reduced.is_set()
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 2**32)
 )
@@ -212,33 +213,22 @@ def test_lanes_that_share_a_thread_take_their_tasks_as_submitted(shared, thread)
     }
 
 
-def test_communication_of_the_next_micro_batch_runs_beside_computation():
-    # compute(0, 0) can only end while exchange(0, 1) is at work.
-    exchanging, computed = threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    ("beside", "micro_batches", "batches"), [(Task("exchange", 0, 1), 2, 1), (Task("retrieve", 1), 1, 2)]
+)
+def test_rows_of_what_comes_next_are_fetched_beside_computation(beside, micro_batches, batches):
+    """The computation can only end while they are."""
+    fetching, computed = threading.Event(), threading.Event()
 
     def action(task):
-        if task == Task("exchange", 0, 1):
-            exchanging.set()
+        if task == beside:
+            fetching.set()
             assert computed.wait(10)
         elif task == Task("compute", 0, 0):
-            assert exchanging.wait(10)
+            assert fetching.wait(10)
             computed.set()
 
-    run(Tasks(NESTPIPE, 2), 1, action)
-
-
-def test_lookup_of_the_next_batch_runs_beside_computation():
-    retrieving, computed = threading.Event(), threading.Event()
-
-    def action(task):
-        if task == Task("retrieve", 1):
-            retrieving.set()
-            assert computed.wait(10)
-        elif task == Task("compute", 0, 0):
-            assert retrieving.wait(10)
-            computed.set()
-
-    run(Tasks(NESTPIPE, 1), 2, action)
+    run(Tasks(NESTPIPE, micro_batches), batches, action)
 
 
 def test_a_failing_stage_is_named_and_nothing_later_starts():

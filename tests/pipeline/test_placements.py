@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speeds import slow_except
+from speeds import examples, slow_except
 from trainer_parts import optimizer_of, same, state
 
 from tritonrec import checkpoint, nn
@@ -103,7 +103,7 @@ def trained(made, mode, batches, **window):
         return [result.losses for result in training.run(batches)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.data())
 def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
     draw = data.draw

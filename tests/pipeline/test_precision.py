@@ -14,8 +14,8 @@ from trainer_parts import JOB, Ranker, assert_part_of, batches, of_rank, parts, 
 
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Placement
-from tritonrec.pipeline import STAGED, DenseModel, ExchangeConfig, LossScaling, Trainer, WindowConfig
-from tritonrec.pipeline.precision import LossScaler, rounded_rows, unscaled
+from tritonrec.pipeline import STAGED, ExchangeConfig, LossScaling, Trainer, WindowConfig
+from tritonrec.pipeline.precision import LossScaler, rounded_rows
 from tritonrec.settings import KEY, with_values
 
 MOVING = LossScaling(2.0**24, growth_interval=2)
@@ -288,15 +288,3 @@ def test_a_result_names_its_values():
     assert plain.values() == {"loss": plain.loss, "lr": 0.05}
     both = replace(plain, learning_rates=(0.1, 0.2))
     assert both.values() == {"loss": plain.loss, "lr/0": 0.1, "lr/1": 0.2}
-
-
-def test_gradients_of_a_scaled_loss_are_divided_by_its_scale():
-    assert torch.equal(unscaled(torch.tensor([8.0, -4.0]), 3), torch.tensor([1.0, -0.5]))
-    assert torch.equal(unscaled(torch.tensor([8.0]), 0), torch.tensor([8.0]))
-
-
-def test_the_state_of_a_dense_model_has_the_scale_of_its_losses():
-    dense, other = (DenseModel(*parts()[::2], scaler=LossScaler(LossScaling(2.0**5))) for _ in range(2))
-    dense.scaler.scale, dense.scaler.growth_tracker = 2.0**9, 2
-    other.load_state_dict(dense.state_dict())
-    assert (other.scaler.scale, other.scaler.growth_tracker) == (2.0**9, 2)
