@@ -71,12 +71,15 @@ class NoParameters(torch.nn.Module):
         return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
 
 
-def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None, rule=None):
+def parts(
+    model=Ranker, optimizer="adam", lr=0.05, policy=None, rule=None,
+    placement=None, names=("item",), seed=2, dim=DIM,
+):  # fmt: skip
     rule = rule or RowOptimizer(optimizer, lr=lr)
     with ONE_DRAWS:
         model = model()
-    feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
-    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
+    features = [FeatureConfig(name, dim, policy=policy or TablePolicy()) for name in names]
+    tables = HashTableCollection(features, rule, seed=seed, slots=8, chunk_rows=32, placement=placement)
     return model, tables, optimizer_of(model, optimizer, lr)
 
 

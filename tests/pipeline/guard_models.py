@@ -1,7 +1,6 @@
 """Models whose samples see each other, and what these are made of."""
 
-from collections import OrderedDict, deque
-from types import SimpleNamespace
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -92,35 +91,7 @@ class FirstMean(tnn.Module):
         return x - self.mean
 
 
-class FirstMeanInAList(FirstMean):
-    def __init__(self):
-        super().__init__()
-        self.means = []
-
-    def forward(self, x):
-        if not self.means:
-            self.means.append(x.detach().mean(0))
-        return x - self.means[0]
-
-
-class FirstMeanInAQueue(FirstMeanInAList):
-    def __init__(self):
-        super().__init__()
-        self.means = deque(maxlen=3)
-
-
-class FirstMeanInAnObject(FirstMeanInAList):
-    def __init__(self):
-        super().__init__()
-        self.kept = SimpleNamespace()
-
-    def forward(self, x):
-        if not hasattr(self.kept, "mean"):
-            self.kept.mean = x.detach().mean(0)
-        return x - self.kept.mean
-
-
-class FirstMeanInNestedContainers(FirstMeanInAList):
+class FirstMeanInNestedContainers(FirstMean):
     def __init__(self):
         super().__init__()
         self.kept = OrderedDict(of=[{}])

@@ -22,10 +22,8 @@ pytestmark = pytest.mark.multi_rank
 MANY = JOB.__class__(**{**vars(JOB), "slots": 256, "chunk_rows": 128})
 
 
-def change_values(model, tables, optimizer):
-    with torch.no_grad():
-        model.layers[0].output.weight[1, 2] += 1e-6
-    return model, tables, optimizer
+def change_values(model, *rest):
+    model.layers[0].output.weight.data[1, 2] += 1e-6
 
 
 def change_state(model, tables, optimizer):
@@ -33,31 +31,27 @@ def change_state(model, tables, optimizer):
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()  # the state moves, the weight does not
     optimizer.param_groups[0]["lr"] = 0.05
-    return model, tables, optimizer
 
 
-def reorder(model, tables, optimizer):
+def reorder(model, *rest):
     first = next(iter(model._modules))
     model._modules[first] = model._modules.pop(first)
-    return model, tables, optimizer
 
 
-def freeze(model, tables, optimizer):
+def freeze(model, *rest):
     model.layers[0].output.weight.requires_grad_(False)
-    return model, tables, optimizer
 
 
 def freeze_rows(model, tables, optimizer):
-    return model, tables.requires_grad_(False), optimizer
+    tables.requires_grad_(False)
 
 
-def evaluate(model, tables, optimizer):
-    return model.eval(), tables, optimizer
+def evaluate(model, *rest):
+    model.eval()
 
 
 def dense_rule(model, tables, optimizer):
     optimizer.param_groups[0]["betas"] = 0.9, 0.99
-    return model, tables, optimizer
 
 
 def other_optimizer(model, tables, optimizer):
@@ -150,7 +144,7 @@ def message_of(communicators, others=None, job=JOB):
         options.update(others)
     parts = options["job"].build(options["optimizer"])
     if "parts" in options:
-        parts = options["parts"](*parts)
+        parts = options["parts"](*parts) or parts
     version = options["version"] or agreement.__version__
     with mock.patch.object(agreement, "__version__", version):
         try:

@@ -53,27 +53,34 @@ def run(tasks, batches, action, delay=None, **options):
             executor.wait(batch)
 
 
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(30))
 @given(
-    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32),
+    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32),
     st.sets(st.sampled_from(sorted({stage.lane for stage in NESTPIPE.stages}))),
+    st.sampled_from([None, False, True]), st.booleans(),
 )  # fmt: skip
-def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, batches, seed, shared):
-    schedule = SCHEDULES[mode]
-    finished: list[Task] = []
-    lock = threading.Lock()
+def test_every_task_runs_once_and_after_all_it_waits_for(
+    mode, micro_batches, batches, seed, shared, overlap, in_turn
+):
+    """On lanes that share threads; or where another task does its work, in turn with those of other ranks."""
+    schedule, doers, options = SCHEDULES[mode], {}, {"shared": shared}
+    if overlap is not None:
+        schedule = with_replicas(schedule)  # whose reductions follow a micro-batch's gradients
+        doers = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False).doers
+        options = {"in_turn": in_turn}
+    tasks, random = Tasks(schedule, micro_batches, doers), Random(seed)
+    finished, lock = list[Task](), threading.Lock()
 
     def action(task):
         with lock:
             seen = set(finished)
-        missing = [other for other in schedule.waits_for(task, micro_batches) if other not in seen]
+        missing = [other for other in tasks.waits_for(task) if other not in seen]
         assert not missing, f"{task} started before {missing}"
         with lock:
             finished.append(task)
 
-    random = Random(seed)
-    run(Tasks(schedule, micro_batches), batches, action, lambda task: random.random() * 0.002, shared=shared)
-    expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
+    run(tasks, batches, action, lambda task: random.random() * 0.002, **options)
+    expected = [task for batch in range(batches) for task in tasks.of(batch)]
     assert sorted(map(str, finished)) == sorted(map(str, expected))
 
 
@@ -151,32 +158,6 @@ def test_what_waits_for_a_part_does_not_wait_for_the_rest():
             executor.submit(0, 0)
             executor.wait(0)
     assert reduced.is_set()
-
-
-@settings(max_examples=examples(15))
-@given(
-    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 2**32)
-)
-def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(
-    mode, micro_batches, overlap, in_turn, seed
-):
-    schedule = with_replicas(SCHEDULES[mode])  # whose reductions follow a micro-batch's gradients
-    groups = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False)
-    tasks = Tasks(schedule, micro_batches, groups.doers)
-    finished: list[Task] = []
-    lock = threading.Lock()
-
-    def action(task):
-        with lock:
-            seen = set(finished)
-        assert seen.issuperset(tasks.waits_for(task)), f"{task} started before what does its work"
-        with lock:
-            finished.append(task)
-
-    random = Random(seed)
-    delay = lambda task: random.random() * 0.002  # noqa: E731
-    run(tasks, 3, action, delay, in_turn=in_turn)
-    assert sorted(map(str, finished)) == sorted(str(task) for batch in range(3) for task in tasks.of(batch))
 
 
 def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):

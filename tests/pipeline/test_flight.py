@@ -340,17 +340,19 @@ class Counted:
         self.done = state["done"]
 
 
-def test_a_copy_in_memory_brings_back_the_state_of_its_step_and_the_loader():
-    made, copies = parts(), PeerCopies()
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_copy_in_memory_brings_back_the_state_of_its_step_and_the_loader_and_is_kept(step):
+    made, copies, meta = parts(), PeerCopies(), {"note": step}
     with trainer(made, "dbp", "batch") as one:
-        list(one.run(batches(2)))
-        copies.keep(one, {"note": "two"}, Counted(2))
+        list(one.run(batches(step)))
+        copies.keep(one, meta, Counted(step))
         expected = copy.deepcopy(state(made))
-        list(one.run(batches(4)[2:]))
-    other, loader, accepted = parts(), Counted(0), []
+        list(one.run(batches(4)[step:]))
+    other, loader, accepted = parts(), Counted(7), []
     with trainer(other, "dbp", "batch") as two:
-        assert copies.restore(two, accept=accepted.append, loader=loader) == 2
-    assert same(state(other), expected) and loader.done == 2 and accepted == [{"note": "two"}]
+        assert copies.restore(two, accept=accepted.append, loader=loader) == step
+    assert same(state(other), expected) and loader.done == step and accepted == [meta]
+    assert [each.step for each in copies._copies] == [step] * 2  # for the next loss
 
 
 def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path):
@@ -379,16 +381,6 @@ def test_a_copy_that_another_rank_lacks_is_forgotten(monkeypatch):
         monkeypatch.setattr(peer_copies, "_redistribute", lambda groups, own, shards, empty: own[0])
         assert copies.restore(two) == 2
     assert [each.step for each in copies._copies] == [2, 2]
-
-
-def test_a_restored_state_is_kept_for_the_next_loss():
-    made, copies = parts(), PeerCopies()
-    with trainer(made, "dbp", "batch") as one:
-        list(one.run(batches(2)))
-        copies.keep(one, {"note": "two"})
-    with trainer(parts(), "dbp", "batch") as two:
-        copies.restore(two)
-    assert [(each.step, each.meta) for each in copies._copies] == [(2, {"note": "two"})] * 2
 
 
 def test_steps_under_way_are_described_by_the_first_and_the_last():
@@ -424,15 +416,6 @@ def test_a_long_parameter_is_probed_with_fewer_rows():
     assert _capped(torch.Size([3, 5])) == (3, 5)
     assert _capped(torch.Size([2 * PROBE_ELEMENTS, 2])) == (PROBE_ELEMENTS // 2, 2)
     assert _capped(torch.Size([3, 2 * PROBE_ELEMENTS])) == (1, 2 * PROBE_ELEMENTS)
-
-
-def test_a_copy_of_the_state_before_the_first_step_is_a_state():
-    made, copies, accepted = parts(), PeerCopies(), []
-    with trainer(made, "dbp", "batch") as one:
-        copies.keep(one, {"note": "none"})
-    with trainer(parts(), "dbp", "batch") as two:
-        assert copies.restore(two, accept=accepted.append) == 0
-    assert accepted == [{"note": "none"}]
 
 
 @pytest.mark.parametrize("graphs", [None, object()])

@@ -12,10 +12,7 @@ from guard_models import (
     Backward,
     Counter,
     FirstMean,
-    FirstMeanInAList,
-    FirstMeanInAnObject,
     FirstMeanInAParameter,
-    FirstMeanInAQueue,
     FirstMeanInNestedContainers,
     Function,
     Model,
@@ -58,15 +55,12 @@ MIXING = {
         for what, each in OF_BATCH.items()
     },
     "first mean": (part("first", FirstMean), "first", "attribute mean is state"),
-    "first mean in a list": (part("first", FirstMeanInAList), "first", "attribute means is state"),
-    "first mean in a queue": (part("first", FirstMeanInAQueue), "first", "attribute means is state"),
     "first mean in nested containers": (
         part("first", FirstMeanInNestedContainers), "first", "attribute kept is state",
     ),
     "first mean in a parameter": (
         part("first", FirstMeanInAParameter), None, "calls change parameter first.mean",
     ),
-    "first mean in an object": (part("first", FirstMeanInAnObject), "first", "attribute kept is state"),
     "longest": (
         model(body=lambda self, batch, x: 0.2 * x * int(batch.offsets.diff().max())),
         "Own", "values of other samples",

@@ -7,16 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trained, trainer
+from trainer_parts import batches, parts, same, state, trained, trainer
 
 from tritonrec.embedding import (
     DynamicTable,
     Eviction,
-    FeatureConfig,
-    HashTableCollection,
     Placement,
     PrecisionTiers,
-    RowOptimizer,
     TablePolicy,
 )
 from tritonrec.embedding.evictor import Evictor
@@ -49,17 +46,10 @@ def at(storage):
     return Placement(storage, cache_rows=25)
 
 
-def parts(policy, placement=None):
-    rule, model = RowOptimizer("adam", lr=0.05), Ranker()
-    feature = FeatureConfig("item", DIM, policy=OVER_RANKS[policy])
-    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
-    return model, tables, optimizer_of(model, rule.name, rule.lr)
-
-
 @pytest.mark.parametrize("storage", ["device", "cached", "disk", "cached_on_disk"])
 def test_every_place_has_the_bits_and_counts_of_the_host(storage):
     """One stage after another: in a pipeline moves between the tiers depend on the timing."""
-    made, expected = parts("all", at(storage)), parts("all")
+    made, expected = parts(policy=OVER_RANKS["all"], placement=at(storage)), parts(policy=OVER_RANKS["all"])
     assert same(*(trained(each, "sequential", "batch", batches())[0] for each in (made, expected)))
     counters, plain = (vars(each[1].groups[0].table.counters) for each in (made, expected))
     assert [name for name in OF_CACHES if counters[name]] == [
@@ -76,7 +66,7 @@ CHOSEN = [
 @pytest.mark.parametrize(("storage", "policy"), slow_except([("device", "all"), ("cached", "lfu")], CHOSEN))
 def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monkeypatch):
     """Only the first pass of a run has no lookup before it that could send the number."""
-    expected, _ = trained(parts(policy), "reference", "batch", batches())
+    expected, _ = trained(parts(policy=OVER_RANKS[policy]), "reference", "batch", batches())
     number, late = DynamicTable._number, []
     looked = threading.local()
 
@@ -94,7 +84,7 @@ def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monk
             return found(*arguments)
 
         monkeypatch.setattr(kind, "foresee", looks)
-    made = [parts(policy, at(storage)) for _ in range(2)]
+    made = [parts(policy=OVER_RANKS[policy], placement=at(storage)) for _ in range(2)]
 
     def rank(communicators):
         own = made[communicators.rank]
