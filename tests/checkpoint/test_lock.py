@@ -164,9 +164,8 @@ def test_a_linked_directory_is_the_directory(tmp_path):
         with pytest.raises(CheckpointError, match="is in use"):
             Saver(tmp_path / "real")
     assert (tmp_path / "link").is_symlink() and steps(tmp_path / "real") == [2, 3]
-    assert (
-        load(tmp_path / "link").dense["w"].tolist() == load(tmp_path / "real").dense["w"].tolist() == [3] * 2
-    )
+    for name in ("link", "real"):
+        assert load(tmp_path / name).dense["w"].tolist() == [3] * 2
 
 
 def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):

@@ -29,8 +29,8 @@ WINDOWS = {
     "dbp": [{}, {"skip_fetch": True}],
     "fwp": [{}, {"first_use": True, "clustering": True}, CLIPPED],
     "nestpipe": [
-        {}, {"first_use": True, "clustering": True}, {"dedup": "none"}, {"accumulate": 2, "consistency": "window"},
-        {"skip_fetch": True}, {"skip_fetch": True, "first_use": True}, CLIPPED,
+        {}, {"first_use": True, "clustering": True}, {"dedup": "none"}, {"skip_fetch": True}, CLIPPED,
+        {"accumulate": 2, "consistency": "window"}, {"skip_fetch": True, "first_use": True},
     ],
 }  # fmt: skip
 CASES = [(mode, window) for mode, windows in WINDOWS.items() for window in windows]
