@@ -209,6 +209,8 @@ def test_every_table_and_tensor_that_differs_is_named(tmp_path):
     with pytest.raises(ValueError) as caught:
         load(tmp_path, like={"t": wider, "v": table})
     assert str(caught.value).partition("tables: ")[2].split("; ") == [
+        "column 'heat' of table 't' is uint8 () in the checkpoint, float16 () here",
+        "column 'recent' of table 't' is not there in the checkpoint, float32 () here",
         "column 'rows' of table 't' is float32 (3,) in the checkpoint, float32 (4,) here",
         "column 'score' of table 't' is int64 () in the checkpoint, int32 () here",
         "table 'u' is only in the checkpoint",
