@@ -29,6 +29,6 @@ FORMS = SCHEDULES | KEPT | REPLICAS | NORM | WINDOW_LOSS | NODES
 EARLY = {
     f"{count} early {name}": with_early_dense(FORMS[name], count)
     for name in [*OVERLAPPING, "kept nestpipe", "replicas nestpipe", "norm fwp", "nodes nestpipe"]
-    for count in (1, 2, 3)
+    for count in (1, 3)
 }
 FORMS |= EARLY

@@ -24,7 +24,7 @@ check_module = import_module("tritonrec.pipeline.check")
 schedule_module = import_module("tritonrec.pipeline.schedule")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("schedule", FORMS.values(), ids=FORMS)
 def test_every_form_is_sound(schedule, count):
     """With more batches in flight, without an order of launches, with exchanges that micro-batches share."""
