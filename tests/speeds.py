@@ -8,6 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
 
 LONGEST = (
     "harness/test_judges", "emulator/test_faults", "kernels/conformance/test_registration_of_ops",
@@ -53,6 +54,11 @@ def longest_first(items: list[pytest.Item], root: Path) -> None:
     """Files begin in the order of `items`: no process of tests is left alone at the end with a long one."""
     places = {root / f"{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+def examples(count: int) -> int:
+    """So many of a property whose example is dear, and half of them in `make test`."""
+    return count if settings().max_examples >= 100 else -(-count // 2)
 
 
 def slow_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:

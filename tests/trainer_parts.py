@@ -71,12 +71,15 @@ class NoParameters(torch.nn.Module):
         return nn.sum_by_sample(1 - torch.tanh(score), batch.offsets)
 
 
-def parts(model=Ranker, optimizer="adam", lr=0.05, policy=None, rule=None):
+def parts(
+    model=Ranker, optimizer="adam", lr=0.05, policy=None, rule=None,
+    placement=None, names=("item",), seed=2, dim=DIM,
+):  # fmt: skip
     rule = rule or RowOptimizer(optimizer, lr=lr)
     with ONE_DRAWS:
         model = model()
-    feature = FeatureConfig("item", DIM, policy=policy or TablePolicy())
-    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32)
+    features = [FeatureConfig(name, dim, policy=policy or TablePolicy()) for name in names]
+    tables = HashTableCollection(features, rule, seed=seed, slots=8, chunk_rows=32, placement=placement)
     return model, tables, optimizer_of(model, optimizer, lr)
 
 
@@ -122,3 +125,27 @@ def trained(made, mode, consistency, run_batches, **window):
     with trainer(made, mode, consistency, **window) as training:
         results = list(training.run(run_batches))
     return state(made), results
+
+
+def of_rank(communicators, window, mode="nestpipe", steps=3, job=JOB, optimizer="adam", change=None):
+    """Loss, scale, skipped and norm of each step, the dense tensors, rows and counts of one of several ranks.
+
+    `change` edits the model, and knows the ranks.
+    """
+    made = job.build(optimizer)
+    if change is not None:
+        change(made[0], communicators)
+    loader = job.loader(communicators.rank, communicators.world_size)
+    with Trainer(*made, communicators, mode, window) as training:
+        results = list(training.run(loader.batch(step) for step in range(steps)))
+        dense = [each.clone() for each in training.dense.tensors().values()]
+    ends = [(each.loss, each.loss_scale, each.skipped, each.grad_norm) for each in results]
+    return ends, dense, made[1].export()["item"], training.counts
+
+
+def assert_part_of(found, whole):
+    """What a rank returns has the bits of what one process does, and of its rows those of the rank."""
+    (ends, dense, (own_ids, own_rows), _), (expected, weights, (ids, rows), _) = found, whole
+    assert repr(ends) == repr(expected) and same(dense, weights)  # of a nan, too
+    places = torch.searchsorted(ids, own_ids)
+    assert torch.equal(ids[places], own_ids) and torch.equal(rows[places], own_rows)

@@ -6,23 +6,16 @@ python disk_training.py CHECKPOINTS ROWS STORAGE
 import sys
 from contextlib import suppress
 
-from trainer_parts import DIM, Ranker, batches, optimizer_of, trainer
+from trainer_parts import batches, parts, trainer
 
 from tritonrec.checkpoint import steps
-from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, RowOptimizer, TablePolicy
+from tritonrec.embedding import Placement
 
 LAST, EVERY = 60, 2
 
 
-def made(placement):
-    model, rule = Ranker(), RowOptimizer("adam", lr=0.05)
-    feature = FeatureConfig("item", DIM, policy=TablePolicy())
-    tables = HashTableCollection([feature], rule, seed=2, slots=8, chunk_rows=32, placement=placement)
-    return model, tables, optimizer_of(model)
-
-
-def train(parts, folder=None):
-    with trainer(parts) as training:
+def train(made, folder=None):
+    with trainer(made) as training:
         given = batches(LAST)
         if folder is None:
             list(training.run(given))
@@ -37,4 +30,5 @@ def train(parts, folder=None):
 if __name__ == "__main__":
     checkpoints, rows, storage = sys.argv[1:]
     with suppress(BrokenPipeError):
-        train(made(Placement(storage, cache_rows=6, path=rows, memory="2000")), checkpoints)
+        placement = Placement(storage, cache_rows=6, path=rows, memory="2000")
+        train(parts(placement=placement), checkpoints)

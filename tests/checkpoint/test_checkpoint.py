@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from power_cut import Disk
 from simulated import ascending, same
+from speeds import examples
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, files, load, save
@@ -83,7 +84,7 @@ def test_an_empty_checkpoint_is_legal(tmp_path):
     check(tmp_path, 0, {}, {}, {})
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     dense=st.dictionaries(st.text(max_size=8), st.lists(st.floats(width=32), max_size=4), max_size=3),
     tables=st.dictionaries(

@@ -61,8 +61,7 @@ def killed_run(crasher: Crasher, directory: Path, world_size: int, victims: list
 
 
 @pytest.mark.parametrize(
-    "world_size, victim, stride",
-    slow_except([(2, 0, 3)], [(1, 0, 1), (2, 0, 3), (2, 1, 1), (3, 2, 2)]),
+    "world_size, victim, stride", slow_except([(2, 0, 3)], [(1, 0, 1), (2, 0, 3), (2, 1, 1), (3, 2, 2)])
 )
 def test_a_rank_killed_at_every_file_operation(crasher, tmp_path, world_size, victim, stride):
     """Each run goes on where the one before was killed, with a full checkpoint and a delta."""

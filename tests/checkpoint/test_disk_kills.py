@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from disk_training import EVERY, LAST, made, train
+from disk_training import EVERY, LAST, train
 from speeds import slow_except
-from trainer_parts import same, state, trainer
+from trainer_parts import parts, same, state, trainer
 
 from tritonrec.checkpoint import steps
 from tritonrec.embedding import Placement
@@ -37,7 +37,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path
         assert child.returncode == (-signal.SIGKILL if run < kills else 0)
         assert max(before, saved - EVERY) <= (steps(folder) or [0])[-1]
         assert os.listdir(rows) == []
-    loaded, expected = made(Placement("disk", path=str(rows), memory="2000")), made(Placement("host"))
+    loaded, expected = parts(placement=Placement("disk", path=str(rows), memory="2000")), parts()
     with trainer(loaded) as training:
         assert training.load(folder) == LAST
     train(expected)

@@ -175,19 +175,10 @@ def test_a_table_of_another_width_is_refused_before_it_is_read(tmp_path):
     load(tmp_path, like=like)
     for path in (tmp_path / "step-000000000001").iterdir():
         path.unlink()
-    for column, other, words in [
-        (
-            "rows",
-            torch.zeros(0, 4),
-            r"column 'rows' of table 't' is float32 \(3,\) in the checkpoint, float32 \(4,\) here",
-        ),
-        ("rows", torch.zeros(0, 3).half(), "float16"),
-        ("recent", torch.zeros(0), r"column 'recent' of table 't' is not there in the checkpoint"),
-    ]:
-        with pytest.raises(ValueError, match=rf"step-000000000001\.json does not fit.*{words}"):
-            load(tmp_path, like={"t": like["t"] | {column: other}})
-    with pytest.raises(ValueError, match="table 'u' is only here"):
-        load(tmp_path, like=like | {"u": like["t"]})
+    wider = {"t": like["t"] | {"rows": torch.zeros(0, 4)}}
+    words = r"column 'rows' of table 't' is float32 \(3,\) in the checkpoint, float32 \(4,\) here"
+    with pytest.raises(ValueError, match=rf"step-000000000001\.json does not fit.*{words}"):
+        load(tmp_path, like=wider)
     with pytest.raises(ValueError, match="table 't' is only in the checkpoint"):
         load(tmp_path, like={})
 

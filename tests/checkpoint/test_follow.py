@@ -5,17 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from simulated import random_table, same
-from trainer_parts import DIM, Ranker, batches, optimizer_of, trainer
+from trainer_parts import batches, parts, trainer
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointStream, Saver, load, saver
 from tritonrec.embedding import (
     Eviction,
-    FeatureConfig,
-    HashTableCollection,
     Placement,
     PrecisionTiers,
-    RowOptimizer,
     TablePolicy,
 )
 from tritonrec.harness.verify.thread_ranks import run_ranks
@@ -26,12 +23,9 @@ ALL = TablePolicy(
 )
 
 
-def parts(tmp_path, storage, lr=0.05):
-    model = Ranker()
+def made(tmp_path, storage, lr=0.05):
     placement = Placement("disk", path=str(tmp_path), memory="2KiB") if storage == "disk" else None
-    feature = FeatureConfig("item", DIM, policy=ALL)
-    tables = HashTableCollection([feature], RowOptimizer("adam", lr=lr), seed=2, placement=placement)
-    return model, tables, optimizer_of(model, lr=lr)
+    return parts(policy=ALL, placement=placement, lr=lr)
 
 
 def fill(tables, communicators):
@@ -57,10 +51,10 @@ def bytes_of(folder):
 def test_runs_at_other_world_sizes_add_changes_to_one_table(tmp_path, storage):
     """Each also saves all of it elsewhere; earlier checkpoints go, and the last one is whole without them."""
     for stretch, ranks in enumerate((2, 1, 3, 3)):
-        made = [parts(tmp_path, storage) for _ in range(ranks)]
+        all_made = [made(tmp_path, storage) for _ in range(ranks)]
 
-        def run(communicators, made=made, stretch=stretch):
-            own, rank = made[communicators.rank], communicators.rank
+        def run(communicators, all_made=all_made, stretch=stretch):
+            own, rank = all_made[communicators.rank], communicators.rank
             torch.manual_seed(9)
             with (
                 trainer(own, communicators=communicators) as training,
@@ -93,7 +87,7 @@ def test_runs_at_other_world_sizes_add_changes_to_one_table(tmp_path, storage):
 def test_settings_that_change_take_a_whole_checkpoint(tmp_path):
     for lr, changed in ((0.05, ()), (0.1, {"lr"})):
         with (
-            trainer(parts(tmp_path, "host", lr)) as training,
+            trainer(made(tmp_path, "host", lr)) as training,
             training.saver(tmp_path, full_every=0) as saving,
         ):
             if changed:
@@ -104,8 +98,7 @@ def test_settings_that_change_take_a_whole_checkpoint(tmp_path):
 
 
 def test_a_run_that_goes_on_may_save_before_it_trains(tmp_path):
-    made = parts(tmp_path, "host")
-    with trainer(made) as training, training.saver(tmp_path, full_every=0) as saving:
+    with trainer(made(tmp_path, "host")) as training, training.saver(tmp_path, full_every=0) as saving:
         list(training.run(batches(2)))
         saving.save(2)
         training.load(saving)
@@ -157,7 +150,7 @@ def test_every_third_is_whole_across_runs(tmp_path):
 
 def test_a_saver_is_of_one_trainer_and_of_one_folder(tmp_path, monkeypatch):
     """Another trainer's would take its own changes for those of what was loaded."""
-    with trainer(parts(tmp_path, "host")) as one, trainer(parts(tmp_path, "host")) as two:
+    with trainer(made(tmp_path, "host")) as one, trainer(made(tmp_path, "host")) as two:
         monkeypatch.chdir(tmp_path)
         saver = one.saver("run", full_every=4)
         with saver:
@@ -172,12 +165,10 @@ def test_a_saver_is_of_one_trainer_and_of_one_folder(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_ignores_its_context_is_an_error_and_no_wait_without_end(tmp_path):
-    made = parts(tmp_path, "host")
-
     def ignoring(directory, context, **options):
         return Saver(directory, **options)
 
-    with trainer(made) as training:
+    with trainer(made(tmp_path, "host")) as training:
         for step, folder in zip(batches(2), ("first", "second"), strict=True):
             training.step(step)
             with (

@@ -159,10 +159,13 @@ def test_a_linked_directory_is_the_directory(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with Saver(tmp_path / "link") as saver:
-        saver.save(1, {"w": torch.ones(2)}, {}, {})
+        for step in (1, 2, 3):
+            saver.save(step, {"w": torch.full((2,), step)}, {}, {})
         with pytest.raises(CheckpointError, match="is in use"):
             Saver(tmp_path / "real")
-    assert load(tmp_path / "real").step == load(tmp_path / "link").step == 1
+    assert (tmp_path / "link").is_symlink() and steps(tmp_path / "real") == [2, 3]
+    for name in ("link", "real"):
+        assert load(tmp_path / name).dense["w"].tolist() == [3] * 2
 
 
 def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):

@@ -102,10 +102,9 @@ def test_a_failure_surfaces_at_the_next_call(tmp_path, call):
     become_a_file(tmp_path / "place")
     saver.save(1, {}, {}, {})
     with pytest.raises(CheckpointError, match=r"place/step-000000000001\.json could not be .*File exists"):
-        {
-            "save": lambda: saver.save(2, {}, {}, {}),
-            "exit": lambda: saver.__exit__(None, None, None),
-        }.get(call, getattr(saver, call, None))()
+        {"save": lambda: saver.save(2, {}, {}, {}), "exit": lambda: saver.__exit__(None, None, None)}.get(
+            call, getattr(saver, call, None)
+        )()
     (tmp_path / "place").unlink()
     assert saver.next_is_full()
     saver.save(3, {}, {}, {})

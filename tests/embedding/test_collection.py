@@ -9,13 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonrec import ops
-from tritonrec.embedding import (
-    FeatureConfig,
-    HashTableCollection,
-    KeyLayout,
-    RowOptimizer,
-    TablePolicy,
-)
+from tritonrec.embedding import FeatureConfig, HashTableCollection, KeyLayout, RowOptimizer, TablePolicy
 from tritonrec.embedding.bags import pool
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from trainer_parts import DIM, Ranker, batches, optimizer_of, same, state, trainer
+from trainer_parts import DIM, batches, parts, same, state, trainer
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import slices
@@ -247,18 +247,12 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         DynamicTable(WIDTH, placement=on_disk(tmp_path))
 
 
-def parts(placement):
-    rule, model = RowOptimizer("adam", lr=0.05), Ranker()
-    tables = HashTableCollection([FeatureConfig("item", DIM)], rule, seed=2, slots=8, placement=placement)
-    return model, tables, optimizer_of(model, rule.name, rule.lr)
-
-
 def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_elsewhere(tmp_path):
     placement = Placement("disk", path=str(tmp_path), memory="700")
-    expected = parts(None)
+    expected = parts()
     with trainer(expected, "nestpipe") as training:
         list(training.run(batches()))
-    made = parts(placement)
+    made = parts(placement=placement)
     with trainer(made, "nestpipe") as training:
         list(training.run(batches()[:3]))
         training.save(tmp_path / "saved")
@@ -266,7 +260,7 @@ def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_else
         with pytest.raises(StageFailedError, match="No space left on device; free space there"):
             list(training.run(batches()[3:]))
     assert checkpoint.steps(tmp_path / "saved")
-    made = parts(placement)
+    made = parts(placement=placement)
     with trainer(made, "nestpipe") as training:
         training.load(tmp_path / "saved")
         list(training.run(batches()[3:]))

@@ -8,10 +8,7 @@ from tritonrec.embedding.row_storage import RowStorage, TieredStorage
 
 pytestmark = pytest.mark.smoke
 
-POLICIES = {
-    "none": TablePolicy(),
-    "tiers": TablePolicy(precision=PrecisionTiers(2, every=2)),
-}
+POLICIES = {"none": TablePolicy(), "tiers": TablePolicy(precision=PrecisionTiers(2, every=2))}
 DIM, WIDTH = 3, 5
 STORAGES = {"float32": RowStorage, "tiers": TieredStorage}
 

@@ -319,16 +319,11 @@ def test_time_of_policies_goes_on():
     assert again[0].lookups == model[0].lookups == 1
 
 
-def test_a_sum_of_squares_ends_at_two_to_the_fiftieth():
-    over = Communicators.local().control
-    for value, expected in ((2.0**25, torch.inf), (2.0**25 - 2, (2.0**25 - 2) ** 2)):
-        assert float(hash_optimizer._sum_of_squares([torch.tensor([[value]])], over)) == expected
-
-
-def test_the_squares_of_small_gradients_count():
-    over = Communicators.local().control
-    for exponent in (-30, -20, -10, 0):
-        assert float(hash_optimizer._sum_of_squares([torch.tensor([[2.0**exponent]])], over)) == 4.0**exponent
+def test_a_sum_of_squares_ends_at_two_to_the_fiftieth_and_counts_the_small_ones():
+    over, largest = Communicators.local().control, 2.0**25 - 2
+    for value in (2.0**-30, 2.0**-20, 2.0**-10, 1.0, largest, 2.0**25):
+        found = float(hash_optimizer._sum_of_squares([torch.tensor([[value]])], over))
+        assert found == (value**2 if value <= largest else torch.inf)
 
 
 def test_a_gradient_that_was_not_finite_is_remembered_whatever_comes_after():

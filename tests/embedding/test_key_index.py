@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from speeds import examples
 
 from tritonrec.embedding import key_index, pools
 from tritonrec.embedding.device_index import DeviceIndex
@@ -166,7 +167,7 @@ def slow_growth(monkeypatch):
 
 
 def test_a_key_index_behaves_as_a_dict(slow_growth):
-    steps = settings(max_examples=30, stateful_step_count=120, deadline=None)
+    steps = settings(max_examples=examples(30), stateful_step_count=120, deadline=None)
     run_state_machine_as_test(IndexMachine, settings=steps)
 
 

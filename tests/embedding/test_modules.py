@@ -202,52 +202,6 @@ def test_seeds_come_from_torchs_generator():
     assert torch.equal(HashEmbedding(3)(IDS), one(IDS))
 
 
-@pytest.mark.parametrize(
-    ("ids", "error", "message"),
-    [
-        (torch.tensor([1.0]), TypeError, "'embedding' must be an int64 tensor, got torch.float32"),
-        (torch.empty(2, dtype=torch.int64, device="meta"), ValueError, "on meta, .* has had ids on cpu"),
-    ],
-)
-def test_wrong_ids_are_named(ids, error, message):
-    module = HashEmbedding(3)
-    module(torch.tensor([1]))
-    with pytest.raises(error, match=message):
-        module(ids)
-    assert len(table_of(module)) == 1
-
-
-def test_wrong_bags_and_features_are_named():
-    bag, one = HashEmbeddingBag(3), torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"ids \(n,\) with offsets, or ids \(m, k\) without"):
-        bag(one)
-    with pytest.raises(ValueError, match="offsets of 'embedding' must start at 0"):
-        bag(one, torch.tensor([1]))
-    with pytest.raises(ValueError, match="must not decrease"):
-        bag(one, torch.tensor([0, 3]))
-    two = KeyedJaggedTensor.from_lengths_sync(["a", "b"], one, torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match="one table takes one key, got"):
-        bag(two)
-    collection = HashEmbeddingCollection(FEATURES)
-    with pytest.raises(ValueError, match=r"features \['a', 'b'\], and the module needs"):
-        collection(two)
-    with pytest.raises(ValueError, match="shape"):
-        collection({name.name: torch.zeros(2, 2, dtype=torch.int64) for name in FEATURES})
-    outside = {name.name: torch.tensor([2**62]) for name in FEATURES}
-    outside["genre"] = (torch.tensor([2**62]), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="does not fit into a table merged"):
-        collection(outside)
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="consistency must be one of batch, window"):
-        HashEmbedding(3, consistency="exact")
-    with pytest.raises(ValueError, match="pooling must be one of sum, mean, got 'max'"):
-        HashEmbeddingBag(3, "max")
-    with pytest.raises(ValueError, match="the tables are made already"):
-        HashEmbeddingCollection(HashTableCollection(FEATURES), seed=3)
-
-
 def test_the_divisor_is_the_number_of_ranks_until_it_is_set():
     module = HashEmbedding(3)
     assert module.divisor == 1.0
@@ -413,34 +367,54 @@ def test_a_module_shows_its_consistency():
 
 
 EMBEDDING, BAGS = HashEmbedding(4, name="item"), HashEmbeddingBag(4, name="item")
-BY_NAME = HashEmbeddingCollection([FeatureConfig("item", 4)])
-THREE = torch.tensor([1, 2, 3])
+BY_NAME, FEW = HashEmbeddingCollection([FeatureConfig("item", 4)]), HashEmbeddingCollection(FEATURES)
+THREE, HUGE = torch.tensor([1, 2, 3]), torch.tensor([2**62])
+TWO = KeyedJaggedTensor.from_lengths_sync(["a", "b"], THREE[:2], torch.tensor([1, 1]))
+OUTSIDE = {each.name: HUGE for each in FEATURES} | {"genre": (HUGE, torch.tensor([0, 1]))}
+EMBEDDING(THREE)
 NO_IDS = r"ids of .*'item' must be an int64 tensor, got "
+WRONG_TYPES = [
+    (lambda: EMBEDDING([1, 2]), NO_IDS + r"list: convert with torch\.as_tensor\(ids\)"),
+    (lambda: EMBEDDING(THREE.int()), NO_IDS + r"torch\.int32: convert with \.long\(\)"),
+    (lambda: EMBEDDING(THREE.float()), NO_IDS + r"torch\.float32"),
+    (lambda: EMBEDDING(None), NO_IDS + "NoneType"), (lambda: BAGS([1, 2], [0]), NO_IDS + "list"),
+    (lambda: BAGS({"item": THREE}), NO_IDS + "dict"), (lambda: BAGS(None), NO_IDS + "NoneType"),
+    (lambda: BAGS(THREE, torch.tensor([0.0, 1.5])), "offsets of 'item' must be .* got torch.f"),
+    (lambda: BAGS(THREE, [0, 1]), "offsets of 'item' must be an int64 tensor, got list"),
+    (lambda: BY_NAME(THREE), r"features are a KeyedJaggedTensor, or ids \(and offsets\) by .*got Tensor"),
+    (lambda: BY_NAME(None), "features are a KeyedJaggedTensor, .* got NoneType"),
+    (lambda: BY_NAME({"item": [1]}), NO_IDS + "list"),
+    (lambda: BY_NAME({"item": (1, 2)}), NO_IDS + "tuple"),
+    (lambda: HashEmbeddingCollection(FeatureConfig("a", 4)), r"features are several: \[FeatureConfig"),
+    (lambda: HashOptimizer(EMBEDDING.parameters()), "HashOptimizer takes the model, .* got generator"),
+    (lambda: HashOptimizer([EMBEDDING]), r"got list: HashOptimizer\(model\)"),
+    (lambda: place_of(None), "a path or a URL is a text or a pathlib.Path, got None"),
+    (lambda: Vocabulary(None), "words must be an Arrow array or several texts, got one: None"),
+]  # fmt: skip
+WRONG_VALUES = [
+    (lambda: EMBEDDING(torch.empty(2, dtype=torch.int64, device="meta")), "on meta, .* has had ids on cpu"),
+    (lambda: BAGS(THREE), r"ids \(n,\) with offsets, or ids \(m, k\) without"),
+    (lambda: BAGS(THREE, torch.tensor([1])), "offsets of 'item' must start at 0"),
+    (lambda: BAGS(THREE, torch.tensor([0, 4])), "must not decrease"),
+    (lambda: BAGS(TWO), "one table takes one key, got"),
+    (lambda: FEW(TWO), r"features \['a', 'b'\], and the module needs"),
+    (lambda: FEW({name: THREE.new_zeros(2, 2) for name in OUTSIDE}), "shape"),
+    (lambda: FEW(OUTSIDE), "does not fit into a table merged"),
+    (lambda: HashEmbedding(3, consistency="exact"), "consistency must be one of batch, window"),
+    (lambda: HashEmbeddingBag(3, "max"), "pooling must be one of sum, mean, got 'max'"),
+    (lambda: HashEmbeddingCollection(HashTableCollection(FEATURES), seed=3), "the tables are made already"),
+]
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: EMBEDDING([1, 2]), NO_IDS + r"list: convert with torch\.as_tensor\(ids\)"),
-        (lambda: EMBEDDING(THREE.int()), NO_IDS + r"torch\.int32: convert with \.long\(\)"),
-        (lambda: EMBEDDING(None), NO_IDS + "NoneType"), (lambda: BAGS([1, 2], [0]), NO_IDS + "list"),
-        (lambda: BAGS({"item": THREE}), NO_IDS + "dict"), (lambda: BAGS(None), NO_IDS + "NoneType"),
-        (lambda: BAGS(THREE, torch.tensor([0.0, 1.5])), "offsets of 'item' must be .* got torch.f"),
-        (lambda: BAGS(THREE, [0, 1]), "offsets of 'item' must be an int64 tensor, got list"),
-        (lambda: BY_NAME(THREE), r"features are a KeyedJaggedTensor, or ids \(and offsets\) by .*got Tensor"),
-        (lambda: BY_NAME(None), "features are a KeyedJaggedTensor, .* got NoneType"),
-        (lambda: BY_NAME({"item": [1]}), NO_IDS + "list"),
-        (lambda: BY_NAME({"item": (1, 2)}), NO_IDS + "tuple"),
-        (lambda: HashEmbeddingCollection(FeatureConfig("a", 4)), r"features are several: \[FeatureConfig"),
-        (lambda: HashOptimizer(EMBEDDING.parameters()), "HashOptimizer takes the model, .* got generator"),
-        (lambda: HashOptimizer([EMBEDDING]), r"got list: HashOptimizer\(model\)"),
-        (lambda: place_of(None), "a path or a URL is a text or a pathlib.Path, got None"),
-        (lambda: Vocabulary(None), "words must be an Arrow array or several texts, got one: None"),
-    ],
-)  # fmt: skip
-def test_what_is_given_in_the_place_of_ids_or_of_a_model_is_named(call, says):
-    with pytest.raises(TypeError, match=says):
+    ("error", "call", "says"),
+    [*((TypeError, *each) for each in WRONG_TYPES), *((ValueError, *each) for each in WRONG_VALUES)],
+)
+def test_what_a_module_does_not_take_is_named_and_adds_no_row(error, call, says):
+    before = [len(table_of(each)) for each in (EMBEDDING, BAGS, BY_NAME, FEW)]
+    with pytest.raises(error, match=says):
         call()
+    assert [len(table_of(each)) for each in (EMBEDDING, BAGS, BY_NAME, FEW)] == before
 
 
 def test_features_may_come_from_a_generator():

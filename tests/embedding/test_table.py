@@ -64,13 +64,6 @@ def test_memory_for_rows_is_reserved_before_they_come():
     assert store.memory()["fp32_values"] == before
 
 
-def test_another_table_name_gives_other_initial_values():
-    keys = torch.arange(4)
-    a, b = (table(layout=KeyLayout((name,))) for name in ("item", "user"))
-    rows = [each.gather(each.lookup(keys, 0).handles, keys) for each in (a, b)]
-    assert not torch.equal(*rows)
-
-
 @pytest.mark.parametrize("policy", [None, HALF])
 def test_new_rows_take_the_memory_of_erased_ones(policy):
     store, taken = table(policy=policy), []
@@ -152,12 +145,39 @@ def test_metadata_takes_25_bytes_per_key():
     assert (store.memory()["key_structure"], store.memory()["metadata"]) == (16 * 768, 9 * (768 + 1) + 1)
 
 
-@pytest.mark.parametrize("step", [4, 5, -1, 2**31])
-def test_steps_must_ascend(step):
-    store = table(policy=TablePolicy(Eviction("lru", capacity=5)))
-    store.lookup(tensor([1]), 5)
-    with pytest.raises(ValueError, match="ascending"):
-        store.lookup(tensor([1]), step)
+@pytest.mark.parametrize(
+    ("policy", "last", "steps"),
+    [
+        (TablePolicy(Eviction("lru", capacity=5)), 5, (4, 5, -1, 2**31)),
+        (TablePolicy(admission=2), 2**31 - 1, (2**31, -1)),
+    ],
+)
+def test_steps_of_a_policy_ascend_and_have_31_bits(policy, last, steps):
+    store = table(policy=policy)
+    store.lookup(tensor([1]), last)
+    for step in steps:
+        with pytest.raises(ValueError, match=rf"ascending|in \[0, 2\*\*31\) with admission, got {step}"):
+            store.lookup(tensor([1]), step)
+
+
+WRONG = {
+    "fifo": lambda: Eviction("fifo", capacity=1), "no capacity": lambda: Eviction("lru"),
+    "capacity 0": lambda: Eviction("lru", capacity=0), "two": lambda: Eviction("lfu", capacity=5, ttl=5),
+    "ttl with capacity": lambda: Eviction("ttl", capacity=5), "ttl 0": lambda: Eviction("ttl", ttl=0),
+    "every 0": lambda: Eviction("ttl", ttl=1, every=0), "threshold 0": lambda: PrecisionTiers(0, 1),
+    "threshold 256": lambda: PrecisionTiers(256, 1), "tiers every 0": lambda: PrecisionTiers(2, 0),
+    "admission 0": lambda: TablePolicy(admission=0), "dim 4 of 3": lambda: DynamicTable(4, 3),
+    "window 0": lambda: TablePolicy(admission=2, admission_window=0),
+    "window 2**31": lambda: TablePolicy(admission=2, admission_window=2**31),
+    "chunks of 0": lambda: DynamicTable(4, chunk_rows=0), "0 slots": lambda: DynamicTable(2, slots=0),
+    "4 slots": lambda: DynamicTable(2, slots=4), "12 slots": lambda: DynamicTable(2, slots=12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match="power of two" if "slots" in wrong else ""):
+        WRONG[wrong]()
 
 
 def test_take_changes_needs_track_changes():
@@ -207,37 +227,6 @@ def test_columns_of_other_lengths_are_refused_and_nothing_is_loaded():
     assert len(made) == 0
 
 
-@pytest.mark.parametrize("slots", [0, 4, 12])
-def test_slots_must_be_a_power_of_two(slots):
-    with pytest.raises(ValueError, match="power of two"):
-        DynamicTable(2, slots=slots)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Eviction("fifo", capacity=1),
-        lambda: Eviction("lru"),
-        lambda: Eviction("lru", capacity=0),
-        lambda: Eviction("lfu", capacity=5, ttl=5),
-        lambda: Eviction("ttl", capacity=5),
-        lambda: Eviction("ttl", ttl=0),
-        lambda: Eviction("ttl", ttl=1, every=0),
-        lambda: PrecisionTiers(0, 1),
-        lambda: PrecisionTiers(256, 1),
-        lambda: PrecisionTiers(2, 0),
-        lambda: TablePolicy(admission=0),
-        lambda: TablePolicy(admission=2, admission_window=0),
-        lambda: TablePolicy(admission=2, admission_window=2**31),
-        lambda: DynamicTable(4, 3),
-        lambda: DynamicTable(4, chunk_rows=0),
-    ],
-)
-def test_settings_out_of_range_are_refused(make):
-    with pytest.raises(ValueError):
-        make()
-
-
 @pytest.mark.parametrize("here", [True, False])
 def test_a_row_of_any_handle_that_has_changed_is_found(here, monkeypatch):
     monkeypatch.setattr(stored_table, "on_host", lambda tensor: here)
@@ -259,14 +248,6 @@ def test_only_rows_that_were_used_count_as_used():
     assert set(counter.used().tolist()) == {-1}
     counter.record(torch.tensor([9]), torch.tensor([3]), 0)
     assert sorted(counter.used().tolist())[-2:] == [-1, 3]
-
-
-def test_a_step_of_32_bits_is_refused_with_admission():
-    found = DynamicTable(2, policy=TablePolicy(admission=2))
-    found.lookup(torch.tensor([1]), 2**31 - 1)
-    for step in 2**31, -1:
-        with pytest.raises(ValueError, match=rf"step must be in \[0, 2\*\*31\) with admission, got {step}"):
-            found.lookup(torch.tensor([1]), step)
 
 
 def test_a_column_begins_with_the_value_of_no_row_alone():

@@ -19,6 +19,9 @@ CONFIGS = {
     "one_feature_no_hidden": DLRMConfig(("item",), 2, 4, (), ()),
 }
 SAMPLES = 37
+CASES, DISTINCT, EMPTY = CONFIGS, SAMPLES, [[]]
+SUBSETS = [[5], [0, 1], [36, 2, 17], [*range(0, 37, 2)], [*range(36, -1, -1)], [*range(16)]]
+SPLIT = [[*range(1, 37, 3)], [], [0], [*range(2, 37, 3)], [*range(3, 37, 3)]]
 
 
 def make_model(config):
@@ -55,6 +58,14 @@ def run(model, batch, rows):
     losses = model(batch, leaves)
     losses.sum().backward()
     return losses.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def make(case, lengths=range(SAMPLES)):
+    return make_model(CONFIGS[case]), make_batch(CONFIGS[case], len(lengths))
+
+
+def of_samples(args, found, samples):
+    return [found[0][samples], *(gradient[samples] for gradient in found[1].values())]
 
 
 def oracle_logit(model, dense, rows):
@@ -95,27 +106,6 @@ def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     formulas.assert_same(results, model, exact, attached)
 
 
-@pytest.mark.parametrize("exactly", [False, True])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, exactly):
-    model, (batch, rows) = make_model(config), make_batch(config)
-    if exactly:
-        accumulate(model)
-    losses, gradients = run(model, batch, rows)
-    assert losses.unique().numel() == SAMPLES
-    for subset in ([5], [0, 1], [36, 2, 17], [*range(0, 37, 2)], [*range(36, -1, -1)], [*range(16)]):
-        got = run(model, *select(batch, rows, subset))
-        assert torch.equal(got[0], losses[subset]), subset
-        for name in rows:
-            assert torch.equal(got[1][name], gradients[name][subset]), (subset, name)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_exact_sums_do_not_depend_on_the_split(same_sums, config):
-    whole, split = make_batch(config), [[*range(1, 37, 3)], [], [0], [*range(2, 37, 3)], [*range(3, 37, 3)]]
-    same_sums(make_model(config), run, whole, [select(*whole, subset) for subset in split])
-
-
 @pytest.mark.parametrize("vectors", [1, 2, 4, 22, 27])
 def test_products_of_any_size_do_not_depend_on_the_place_in_the_batch(vectors):
     """`torch.bmm` itself fails for 27 vectors of 5, 6 or 7 columns: it goes by addresses."""
@@ -141,15 +131,6 @@ def test_pairs_are_in_the_order_of_the_paper_s_lower_triangle():
     vectors = torch.tensor([[[1.0, 0], [10, 1], [100, 2]]])
     assert interact(*vectors.unbind(1)).tolist() == [[10, 100, 1002]]  # (1,0) (2,0) (2,1)
     assert interact(vectors[:, 0]).shape == (1, 0)
-
-
-@pytest.mark.parametrize("exactly", [False, True])
-def test_an_empty_batch_has_no_losses_and_no_gradients(accumulate, exactly):
-    model = make_model(CONFIGS["criteo"])
-    total = accumulate(model) if exactly else {}
-    losses, gradients = run(model, *make_batch(CONFIGS["criteo"], 0))
-    assert losses.shape == (0,) and all(part.shape == (0, 16) for part in gradients.values())
-    assert not any(part.any() for part in total.values())
 
 
 def test_what_does_not_fit_is_refused():

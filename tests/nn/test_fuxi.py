@@ -34,6 +34,9 @@ MODELS = {
     "sasrec": (SASRec, SASRecConfig(**SIZES, ffn_dim=13)),
 }  # fmt: skip
 LENGTHS = [5, 0, 1, 21, 3, 0, 7]
+CASES, DISTINCT, EMPTY = MODELS, 1 + sum(length > 0 for length in LENGTHS), [[], [0], [0, 0, 0]]
+SUBSETS = [[3], [1], [2, 4], [6, 5, 4, 3, 2, 1, 0], [4, 0, 1], [3, 6]]
+SPLIT = [[3, 1], [], [0, 6], [5, 2, 4]]
 NEGATIVES = 4
 SEED = 77
 
@@ -94,6 +97,15 @@ def run(model, batch, rows):
     return losses.detach(), hidden.detach(), parts_of(batch, leaf.grad)
 
 
+def make(case, lengths=LENGTHS):
+    return make_model(case), make_batch(lengths)
+
+
+def of_samples(args, found, samples):
+    tokens = tokens_of(args[0], samples)
+    return [found[0][samples], found[1][tokens], found[2][tokens]]
+
+
 def oracle(model, batch, rows):
     """Losses (B,) sample by sample, without dropout."""
     config, losses = model.config, []
@@ -130,27 +142,6 @@ def test_forward_and_gradients_are_the_formula(accumulate, name, exactly):
     formulas.assert_same(results, model, exact, attached)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("exactly", [False, True])
-def test_a_sample_keeps_its_bits_in_any_batch(accumulate, exactly, name):
-    model, (batch, rows) = make_model(name), make_batch()
-    if exactly:
-        accumulate(model)
-    losses, hidden, gradient = run(model, batch, rows)
-    assert losses.unique().numel() == 1 + sum(length > 0 for length in LENGTHS)
-    for subset in [[3], [1], [2, 4], [6, 5, 4, 3, 2, 1, 0], [4, 0, 1], [3, 6]]:
-        got, tokens = run(model, *select(batch, rows, subset)), tokens_of(batch, subset)
-        assert torch.equal(got[0], losses[torch.tensor(subset)]), subset
-        assert torch.equal(got[1], hidden[tokens]) and torch.equal(got[2], gradient[tokens]), subset
-
-
-@pytest.mark.parametrize("split", [[[b] for b in range(7)], [[3, 1], [], [0, 6], [5, 2, 4]]])
-@pytest.mark.parametrize("name", MODELS)
-def test_exact_sums_do_not_depend_on_the_split(same_sums, name, split):
-    whole = make_batch()
-    same_sums(make_model(name), run, whole, [select(*whole, subset) for subset in split])
-
-
 @pytest.mark.parametrize("name", ["fuxi", "hstu", "sasrec"])
 def test_a_token_sees_no_later_token_nor_its_time(name):
     model, (batch, rows) = make_model(name), make_batch([6])
@@ -185,17 +176,6 @@ def test_only_differences_of_times_matter():
     far[26] += 2**41
     one, two = (run(model, replace(batch, timestamps=times), rows)[0] for times in (beyond, far))
     assert torch.equal(one, two) and not torch.equal(one, run(model, batch, rows)[0])
-
-
-@pytest.mark.parametrize("exactly", [False, True])
-@pytest.mark.parametrize("name", ["fuxi", "hstu", "sasrec"])
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_empty_batches_and_samples(accumulate, lengths, name, exactly):
-    model, (batch, rows) = make_model(name), make_batch(lengths)
-    attached = accumulate(model) if exactly else {}
-    losses, hidden, gradient = run(model, batch, rows)
-    assert losses.tolist() == [0.0] * len(lengths)
-    assert len(hidden) == len(gradient) == 0 and not any(total.any() for total in attached.values())
 
 
 @pytest.mark.parametrize("name", ["fuxi", "hstu", "sasrec"])

@@ -1,12 +1,10 @@
 """GRM: context, history and exposed items in one sequence; a sample's bits depend on that sample alone."""
 
 from dataclasses import replace
-from itertools import product
 
 import formulas
 import pytest
 import torch
-from speeds import slow_except
 
 from tritonrec.data import ImpressionBatch, KeyedJaggedTensor, Lookup
 from tritonrec.nn import GRM, GRMConfig
@@ -126,6 +124,25 @@ CONFIGS = {
 }
 
 
+CASES, DISTINCT = CONFIGS, 1 + sum(count > 0 for count in EXPOSED)
+EMPTY = [[], [(0, 0)], [(0, 0), (0, 0)], [(3, 0), (0, 0)]]
+SUBSETS = [[3], [2], [1, 4], [5, 4, 3, 2, 1, 0], [0, 3], [2, 5, 1]]
+SPLIT = [[5, 1, 3], [], [4, 0, 2]]
+
+
+LENGTHS = [*zip(HISTORY, EXPOSED, strict=True)]
+
+
+def make(case, lengths=LENGTHS):
+    history, exposed = ([pair[part] for pair in lengths] for part in (0, 1))
+    return make_model(CONFIGS[case]), make_batch(history, exposed, CONFIGS[case])
+
+
+def of_samples(args, found, samples):
+    shown = torch.cat([torch.arange(0), *(places(args[0], b)[1] for b in samples)])
+    return [found[0][samples], found[1][shown], *rows_of(args[0], found[2], samples).values()]
+
+
 @pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
@@ -140,36 +157,6 @@ def test_forward_and_gradients_are_the_formula(accumulate, config, exactly):
     results = {"losses": (losses, expected[0]), "logits": (logits, expected[1])}
     results |= {f"rows of {name}": (gradients[name], leaf.grad) for name, leaf in leaves.items()}
     formulas.assert_same(results, model, exact, attached)
-
-
-SUBSETS = [[3], [2], [1, 4], [5, 4, 3, 2, 1, 0], [0, 3], [2, 5, 1]]
-
-
-@pytest.mark.parametrize(
-    ("name", "exactly"), slow_except([("full", True), ("deep", False)], product(CONFIGS, [False, True]))
-)
-def test_a_sample_keeps_its_bits_in_any_batch(accumulate, name, exactly):
-    config = CONFIGS[name]
-    model, (batch, rows) = make_model(config), make_batch(config=config)
-    if exactly:
-        accumulate(model)
-    losses, logits, gradients = run(model, batch, rows)
-    assert losses.unique().numel() == 1 + sum(count > 0 for count in EXPOSED)
-    for subset in SUBSETS:
-        got = run(model, *select(batch, rows, subset))
-        assert torch.equal(got[0], losses[torch.tensor(subset)]), subset
-        assert torch.equal(got[1], logits[torch.cat([places(batch, b)[1] for b in subset])]), subset
-        for name, part in rows_of(batch, gradients, subset).items():
-            assert torch.equal(got[2][name], part), (subset, name)
-
-
-@pytest.mark.parametrize(
-    "config", [CONFIG, CONFIGS["biased"], CONFIGS["product"]], ids=["full", "biased", "product"]
-)
-@pytest.mark.parametrize("split", [[[b] for b in range(6)], [[5, 1, 3], [], [4, 0, 2]]])
-def test_exact_sums_do_not_depend_on_the_split(same_sums, split, config):
-    whole = make_batch()
-    same_sums(make_model(config), run, whole, [select(*whole, subset) for subset in split])
 
 
 def changed_logits(history, exposed, feature, row):
@@ -229,18 +216,6 @@ def test_rows_are_those_of_the_lookups():
             for name, lookup in batch.lookups().items()
         }
         assert {name: len(part) for name, part in rows.items()} == asked
-
-
-@pytest.mark.parametrize("exactly", [False, True])
-@pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [0, 0]), ([3, 0], [0, 0])])
-def test_empty_batches_and_samples(accumulate, lengths, exactly):
-    model = make_model()
-    attached = accumulate(model) if exactly else {}
-    batch, rows = make_batch(*lengths)
-    losses, logits, gradients = run(model, batch, rows)
-    assert losses.tolist() == [0.0] * len(lengths[0]) and logits.shape == (0, 2)
-    assert not any(total.any() for total in attached.values())
-    assert not any(gradient.any() for gradient in gradients.values())
 
 
 def test_one_exposed_item_and_nothing_else():

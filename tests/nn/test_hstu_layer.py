@@ -19,15 +19,7 @@ from layer_bytes import layer_with, saved_bytes, single_ops, workload
 
 from tritonrec import ops
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer as whole
-from tritonrec.nn import (
-    FuXiConfig,
-    FuXiLayer,
-    GradientAccumulator,
-    HSTUConfig,
-    HSTULayer,
-    Tokens,
-    hstu_layer,
-)
+from tritonrec.nn import FuXiConfig, FuXiLayer, GradientAccumulator, HSTUConfig, HSTULayer, Tokens, hstu_layer
 
 SIZES = {"dim": 10, "heads": 2, "qk_dim": 5, "v_dim": 7, "max_seq_len": 21, "dropout": 0.3, "time_buckets": 6}
 LAYERS = {
@@ -39,7 +31,7 @@ LAYERS = {
 LENGTHS = [5, 0, 1, 21, 3, 0, 7]
 SEED = 77
 NAMES = hstu_layer.RECOMPUTED
-CHOICES = [names for count in range(6) for names in combinations(NAMES, count)]
+CHOICES = [names for count in (1, 4, 5) for names in combinations(NAMES, count)]
 
 
 def make_layer(name, recompute=()):
@@ -88,8 +80,7 @@ def assert_equal(got, want, what=""):
 
 
 @pytest.mark.parametrize(
-    ("name", "exactly"),
-    [(name, exactly) for name in LAYERS for exactly in (False, True)],
+    ("name", "exactly"), [(name, exactly) for name in LAYERS for exactly in (False, True)]
 )
 def test_bits_are_those_of_the_single_steps(name, exactly):
     layer = make_layer(name)
@@ -193,10 +184,11 @@ def test_a_layer_with_other_arguments_takes_the_ops(one_by_one):
     assert one_by_one() == 1
 
 
-def test_a_second_derivative_is_refused_in_a_trainer():
+@pytest.mark.parametrize("in_a_trainer", [False, True])
+def test_a_second_derivative_is_refused(in_a_trainer):
     layer, (x, tokens) = make_layer("hstu"), make_tokens("hstu")
     x.requires_grad_()
-    with GradientAccumulator(layer, None).active():
+    with GradientAccumulator(layer, None).active() if in_a_trainer else nullcontext():
         out = layer(x, tokens, SEED)
         first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
         assert torch.equal(first, torch.autograd.grad(out.sum(), x, retain_graph=True)[0])
@@ -217,10 +209,10 @@ def test_nothing_is_left_of_a_batch_of_other_sizes():
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_is_recomputed_changes_no_bit(name):
-    """All 32 choices of HSTU; the others where they differ from it."""
+    """One stage, all but one, and all of HSTU; the others where they differ from it."""
     x, tokens = make_tokens(name)
     want = {exactly: run(make_layer(name), x, tokens, exactly) for exactly in (False, True)}
-    for names in CHOICES if name == "hstu" else [CHOICES[4], CHOICES[-1], ("attention", "uvqk"), NAMES]:
+    for names in CHOICES if name == "hstu" else [("attention",), ("attention", "uvqk"), NAMES]:
         layer = make_layer(name, recompute=names)
         for exactly, expected in want.items():
             assert_equal(run(layer, x, tokens, exactly), expected, f"{names}")
@@ -395,14 +387,6 @@ def test_ops_are_met_where_somebody_watches(name):
     }  # fmt: skip
     assert ops_of_a_layer <= set(dispatched.names)
     assert_equal(watched, plain)
-
-
-def test_a_second_derivative_is_refused():
-    layer, (x, tokens) = make_layer("hstu"), make_tokens("hstu")
-    x.requires_grad_()
-    out = layer(x, tokens, SEED)
-    with pytest.raises(RuntimeError, match="norm_linear_silu_backward_into writes to dy and has no derivati"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 def test_what_is_recomputed_has_no_room_in_what_is_kept():

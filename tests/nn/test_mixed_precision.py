@@ -1,10 +1,8 @@
 """Mixed precision: modules and models under autocast, over float32 parameters with exact gradients."""
 
 import pytest
-import test_dlrm as dlrm
-import test_grm as grm
 import test_hstu_layer as fused
-import test_mmoe as mmoe
+import test_models as models
 import test_torch_modules as plain
 import torch
 from speeds import slow_except
@@ -115,19 +113,8 @@ def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", ["criteo", "no_dense"])
-def test_dlrm_in_any_batch(accumulate, same_sums, name, dtype):
-    config = dlrm.CONFIGS[name]
+@pytest.mark.parametrize("name", ["dlrm criteo", "dlrm no_dense", "grm full", "grm biased", "mmoe 3"])
+def test_a_model_keeps_its_bits_in_any_batch(accumulate, same_sums, name, dtype):
     with mixed(dtype):
-        dlrm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, config, True)
-        dlrm.test_exact_sums_do_not_depend_on_the_split(same_sums, config)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_grm_and_experts_in_any_batch(accumulate, same_sums, dtype):
-    split = [[5, 1, 3], [], [4, 0, 2]]
-    with mixed(dtype):
-        grm.test_a_sample_keeps_its_bits_in_any_batch(accumulate, "full", True)
-        grm.test_exact_sums_do_not_depend_on_the_split(same_sums, split, grm.CONFIGS["biased"])
-        mmoe.test_a_sample_keeps_its_bits_in_any_batch(accumulate, 3, True)
-        mmoe.test_exact_sums_do_not_depend_on_the_split(same_sums, split)
+        models.test_a_sample_keeps_its_bits_in_any_batch(accumulate, name, True)
+        models.test_exact_sums_do_not_depend_on_the_split(same_sums, name, False)

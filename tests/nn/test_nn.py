@@ -273,12 +273,6 @@ def test_a_temperature_of_zero_is_refused(config):
         config(temperature=0.0)
 
 
-def test_a_sample_that_is_too_long_is_refused():
-    model, batch = make_model(), make_batch([3, 10])
-    with pytest.raises(ValueError, match="a sample has 10 tokens, the model takes 9"):
-        model(batch, {"item": rows_of(batch)}, SEED)
-
-
 def test_an_exact_linear_without_offsets_has_one_sum_for_any_batch(accumulate):
     layer, x = Linear(3, 2), torch.randn(4, 3)
     whole = accumulate(layer)

@@ -1,13 +1,14 @@
 """Models whose samples see each other, and what these are made of."""
 
-from collections import OrderedDict, deque
-from types import SimpleNamespace
+from collections import OrderedDict
 
+import pytest
 import torch
 import torch.nn.functional as F
-from trainer_parts import DIM
+from trainer_parts import DIM, batches, parts, trainer
 
 from tritonrec import nn, ops
+from tritonrec.pipeline import NotBatchInvariantError
 
 tnn = torch.nn
 
@@ -39,6 +40,17 @@ class Model(tnn.Module):
         )
         with nn.padded():
             return self.loss(self.body(batch, self.mix(x)), y)
+
+
+def refuse(build, match, given=None, mode="sequential", **options):
+    """The model that it builds is refused with these words, in one of the batches; the trainer's parts."""
+    made = parts(build, **options.pop("parts", {}))
+    with (
+        trainer(made, mode, **{"micro_batches": 1, **options}) as training,
+        pytest.raises(NotBatchInvariantError, match=match),
+    ):
+        list(training.run(batches(1) if given is None else given))
+    return made
 
 
 def model(**methods):
@@ -79,35 +91,7 @@ class FirstMean(tnn.Module):
         return x - self.mean
 
 
-class FirstMeanInAList(FirstMean):
-    def __init__(self):
-        super().__init__()
-        self.means = []
-
-    def forward(self, x):
-        if not self.means:
-            self.means.append(x.detach().mean(0))
-        return x - self.means[0]
-
-
-class FirstMeanInAQueue(FirstMeanInAList):
-    def __init__(self):
-        super().__init__()
-        self.means = deque(maxlen=3)
-
-
-class FirstMeanInAnObject(FirstMeanInAList):
-    def __init__(self):
-        super().__init__()
-        self.kept = SimpleNamespace()
-
-    def forward(self, x):
-        if not hasattr(self.kept, "mean"):
-            self.kept.mean = x.detach().mean(0)
-        return x - self.kept.mean
-
-
-class FirstMeanInNestedContainers(FirstMeanInAList):
+class FirstMeanInNestedContainers(FirstMean):
     def __init__(self):
         super().__init__()
         self.kept = OrderedDict(of=[{}])

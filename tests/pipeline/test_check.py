@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from textwrap import indent
 
 import pytest
+from schedules import FORMS, NORM, REPLICAS, WINDOW_LOSS
 
 from tritonrec.pipeline import DBP, FWP, NESTPIPE, SCHEDULES, Edge, Schedule, ScheduleError, check
+from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.schedule import (
     SEQUENTIAL,
     with_early_dense,
@@ -21,10 +24,60 @@ check_module = import_module("tritonrec.pipeline.check")
 schedule_module = import_module("tritonrec.pipeline.schedule")
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_the_modes_tables_are_sound(schedule, micro_batches):
-    check(schedule, micro_batches)
+@pytest.mark.parametrize("schedule", FORMS.values(), ids=FORMS)
+def test_every_form_is_sound(schedule):
+    """With more batches in flight, without an order of launches, with exchanges that micro-batches share."""
+    for count in (1, 2, 8):
+        for each in (schedule, replace(schedule, batches_in_flight=7), replace(schedule, ahead=())):
+            check(each, count)
+        for overlap, ordered in product({False, schedule.overlaps_window}, (False, True)):
+            check(schedule, count, joined_groups(count, overlap, ordered).doers)
+
+
+def needed():
+    """Form, stage and edge, what stands in for the edge, and what is said then."""
+    for form, stages in (("nestpipe", SCHEDULES["nestpipe"].stages), ("kept nestpipe", KEEPING)):
+        for stage in stages:
+            for edge in FORMS[form][stage.name].after:
+                # `compute` and `dense_update` share a lane, whose order already keeps them apart.
+                if (stage.name, edge.stage) != ("compute", "dense_update"):
+                    yield form, stage.name, edge, None, "may still run|stale row|nobody"
+    for form in REPLICAS:
+        whole, own = Edge("replica_reduce", "all"), Edge("gradient_exchange", "same")
+        yield form, "sparse_update", whole, Edge("compute", "all"), "mean_gradient"
+        yield form, "replica_reduce", own, Edge("compute", "same"), "row_gradient"
+    for form in NORM:
+        yield form, "sparse_update", Edge("gradient_norm"), None, r"sparse_update\(0\) reads"
+    for form in WINDOW_LOSS:
+        yield form, "represent", Edge("exchange", "same"), None, "represent"
+
+
+KEEPING = [FORMS["kept nestpipe"][name] for name in ("retrieve", "copy_kept_rows", "write_back")]
+NEEDED = list(needed())
+
+
+@pytest.mark.parametrize(
+    ("form", "stage", "edge", "instead", "said"), NEEDED, ids=[f"{e[0]}: {e[2].stage}-{e[1]}" for e in NEEDED]
+)
+def test_every_edge_is_needed(form, stage, edge, instead, said):
+    without = FORMS[form].without_edge(stage, edge)
+    with pytest.raises(ScheduleError, match=said):
+        check(without if instead is None else without.with_edges(stage, instead), 4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("form", WINDOW_LOSS)
+def test_a_loss_of_the_window_needs_its_stage_and_on_two_lanes_its_edges(form, count):
+    schedule = WINDOW_LOSS[form]
+    without = replace(schedule, stages=[each for each in schedule.stages if each.name != "window_loss"])
+    with pytest.raises(ScheduleError, match="compute waits for window_loss, which never runs"):
+        check(without, count)
+    # one lane keeps their order without edges: on two lanes it takes them
+    apart = schedule.with_stages(replace(schedule["window_loss"], lane="reduce"))
+    check(apart, count)
+    for stage, edge in [("window_loss", Edge("represent", "all")), ("compute", Edge("window_loss"))]:
+        with pytest.raises(ScheduleError, match=f"to {stage}$"):
+            check(apart.without_edge(stage, edge), count)
 
 
 def test_the_schedule_is_drawn_in_the_source():
@@ -57,21 +110,6 @@ def test_a_table_of_lists_is_the_same_table():
     unsound = replace(lists, stages=[*FWP.without_edge("write_back", Edge("sparse_update")).stages])
     with pytest.raises(ScheduleError, match="write_back"):
         check(unsound, 2)
-
-
-# `compute` and `dense_update` share a lane, whose order already keeps them apart.
-NEEDED = [
-    (stage.name, edge)
-    for stage in NESTPIPE.stages
-    for edge in stage.after
-    if (stage.name, edge.stage) != ("compute", "dense_update")
-]
-
-
-@pytest.mark.parametrize(("stage", "edge"), NEEDED, ids=[f"{e.stage}-{s}" for s, e in NEEDED])
-def test_every_edge_of_nestpipe_is_needed(stage, edge):
-    with pytest.raises(ScheduleError):
-        check(NESTPIPE.without_edge(stage, edge), 4)
 
 
 def test_a_race_of_retrieve_and_write_back_is_named():

@@ -58,11 +58,6 @@ def test_a_read_so_far_back_that_nobody_has_written_it_is_found():
         check(remembers(7, 7)._with("read", touches=lost), 1)
 
 
-@pytest.mark.parametrize("schedule", TABLES, ids=lambda each: each.name)
-def test_the_modes_hold_for_any_number_of_batches_in_flight(schedule):
-    check(replace(schedule, batches_in_flight=7), 9)
-
-
 @pytest.mark.parametrize("batches_in_flight", [1, 7])
 def test_the_number_of_batches_in_flight_hides_no_missing_edge(batches_in_flight):
     missing = NESTPIPE.without_edge("retrieve", Edge("write_back", batch=2))

@@ -13,7 +13,7 @@ from speeds import slow_except
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from trainer_parts import DIM, Ranker, batches, parts, state, trained, trainer
+from trainer_parts import DIM, Ranker, batches, parts, same, state, trained, trainer
 
 from tritonrec import nn, ops
 from tritonrec.kernels import compilation
@@ -47,10 +47,6 @@ def compiled(backend):
     made = parts(Plain)
     made[0].compile(backend=backend)
     return made
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def shifted(graph, _inputs):

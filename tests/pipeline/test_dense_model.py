@@ -219,6 +219,14 @@ WRONG_STATES = {
         lambda s: {**s, "average": {}},
         "expected the states of model, optimizers, schedulers, got",
     ),
+    "more optimizers": (
+        lambda s: {**s, "optimizers": [{}] * 3},
+        "expected the states of 1 optimizers, got 3",
+    ),
+    "more schedulers": (
+        lambda s: {**s, "schedulers": [{}] * 3},
+        "expected the states of 0 schedulers, got 3",
+    ),
     "a parameter less": (lambda s: s["model"].pop("mix.bias"), "mix.bias is missing"),
     "a parameter more": (lambda s: s["model"].update(x=torch.ones(1)), "x is not in the model"),
     "another shape": (
@@ -259,7 +267,8 @@ def test_another_state_is_refused_and_nothing_is_loaded(name):
     for tensor in state["model"].values():
         tensor.zero_()
     with pytest.raises(ValueError, match=said):
-        dense.load_state_dict(change(state) if name == "other parts" else (change(state), state)[1])
+        changed = change(state)
+        dense.load_state_dict(changed if isinstance(changed, dict) and "model" in changed else state)
     assert same(list(dense.tensors().values()), list(before.values()))
 
 

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from planned_exchange import exchange, micro_batches
 
 from tritonrec import ops
-from tritonrec.pipeline.dist_plan import (
-    InputDist,
-    plan_lookups,
-    plan_lookups_of_one_rank,
-    plan_output_dist,
-)
+from tritonrec.pipeline.dist_plan import InputDist, plan_lookups, plan_lookups_of_one_rank, plan_output_dist
 from tritonrec.pipeline.exchange_groups import joined_groups
 
 KEYS = st.sampled_from([-(2**63), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 2**31, 2**63 - 1])

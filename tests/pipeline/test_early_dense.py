@@ -17,7 +17,6 @@ from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.kernels.accumulator import GradientAccumulator
 from tritonrec.kernels.hstu_layer import cpu_hstu_layer
 from tritonrec.pipeline import (
-    FWP,
     NESTPIPE,
     DenseModel,
     ScheduleError,
@@ -28,17 +27,7 @@ from tritonrec.pipeline import (
 )
 from tritonrec.pipeline import early as early_dense
 from tritonrec.pipeline.early import EarlyDense
-from tritonrec.pipeline.schedule import (
-    Access,
-    Edge,
-    Schedule,
-    Stage,
-    keep_rows,
-    over_nodes,
-    with_early_dense,
-    with_norm,
-    with_replicas,
-)
+from tritonrec.pipeline.schedule import Access, Edge, Schedule, Stage, with_early_dense
 
 
 class Deep(Ranker):
@@ -151,25 +140,6 @@ def test_a_model_is_cut_by_its_values(sizes, messages):
         assert [*early.buckets, early.others] == [[f"{n}.weight" for n in each] for each in messages]
         before = [sum(sizes[: each[0]]) / sum(sizes) for each in messages[:-1]]
         assert early.shares == pytest.approx(before)
-
-
-def test_a_model_of_one_part_has_none_to_reduce_early():
-    model = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="needs a model of as many parts and one"):
-        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [NESTPIPE, FWP, keep_rows(NESTPIPE), with_replicas(NESTPIPE), with_norm(FWP), over_nodes(NESTPIPE)],
-    ids=["nestpipe", "fwp", "kept", "replicas", "norm", "nodes"],
-)
-def test_the_schedule_is_proven(schedule):
-    for buckets in (1, 3):
-        early = with_early_dense(schedule, buckets)
-        assert early.reduces_early and not schedule.reduces_early
-        for micro_batches in (1, 2, 5):
-            check(early, micro_batches)
 
 
 EARLY = with_early_dense(NESTPIPE, 2)
@@ -335,7 +305,10 @@ def test_where_graphs_run_the_model_nobody_is_told(graphs):
     assert len(seen) == (4 if graphs is None else 0)  # two buckets
 
 
-def test_sharded_parameters_have_messages_of_their_own():
+def test_a_model_of_one_part_and_sharded_parameters_have_none_to_reduce_early():
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="needs a model of as many parts and one"):
+        EarlyDense(DenseModel(model, torch.optim.SGD(model.parameters(), 0.1)), 1)
     dense = DenseModel(model := Deep(), torch.optim.SGD(model.parameters(), 0.1))
     EarlyDense(dense, 1)
     dense.shards = object()

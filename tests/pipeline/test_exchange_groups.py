@@ -135,25 +135,10 @@ def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
 @pytest.mark.parametrize(
     ("mode", "exchanges", "machines", "said"),
     [
-        (
-            "nestpipe",
-            "auto",
-            1,
-            "1 of rows and 1 of gradients a window of 8 micro-batches: the ranks' own",
-        ),
+        ("nestpipe", "auto", 1, "1 of rows and 1 of gradients a window of 8 micro-batches: the ranks' own"),
         ("nestpipe", "auto", 2, "4 of rows and 4 of gradients a window of 8 micro-batches: they travel"),
-        (
-            "nestpipe",
-            "each",
-            1,
-            "8 of rows and 8 of gradients a window of 8 micro-batches: exchanges is 'e",
-        ),
-        (
-            "nestpipe",
-            "once",
-            2,
-            "1 of rows and 1 of gradients a window of 8 micro-batches: exchanges is 'o",
-        ),
+        ("nestpipe", "each", 1, "8 of rows and 8 of gradients a window of 8 micro-batches: exchanges is 'e"),
+        ("nestpipe", "once", 2, "1 of rows and 1 of gradients a window of 8 micro-batches: exchanges is 'o"),
         ("dbp", "auto", 2, "1 of rows and 1 of gradients a window of 8 micro-batches: dbp overlaps none"),
     ],
 )
@@ -182,8 +167,3 @@ def test_a_trace_says_where_a_machine_could_get_a_row_once():
     assert all(each.endswith(said) for each in run_ranks(4, rank))
     for world, options in ((4, {"nodes": 2}), (2, {}), (3, {}), (4, {"replicas": 2})):
         assert not any(said in each for each in run_ranks(world, rank, **options))
-
-
-def test_other_words_are_refused():
-    with pytest.raises(ValueError, match="sharing must be one of auto, once, joined, each, got 'one'"):
-        WindowConfig(exchange=ExchangeConfig(sharing="one"))

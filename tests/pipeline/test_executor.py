@@ -14,6 +14,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import examples
 
 from tritonrec.pipeline import (
     NESTPIPE,
@@ -52,31 +53,38 @@ def run(tasks, batches, action, delay=None, **options):
             executor.wait(batch)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(30))
 @given(
-    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32),
+    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32),
     st.sets(st.sampled_from(sorted({stage.lane for stage in NESTPIPE.stages}))),
+    st.sampled_from([None, False, True]), st.booleans(),
 )  # fmt: skip
-def test_every_task_runs_once_and_after_all_it_waits_for(mode, micro_batches, batches, seed, shared):
-    schedule = SCHEDULES[mode]
-    finished: list[Task] = []
-    lock = threading.Lock()
+def test_every_task_runs_once_and_after_all_it_waits_for(
+    mode, micro_batches, batches, seed, shared, overlap, in_turn
+):
+    """On lanes that share threads; or where another task does its work, in turn with those of other ranks."""
+    schedule, doers, options = SCHEDULES[mode], {}, {"shared": shared}
+    if overlap is not None:
+        schedule = with_replicas(schedule)  # whose reductions follow a micro-batch's gradients
+        doers = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False).doers
+        options = {"in_turn": in_turn}
+    tasks, random = Tasks(schedule, micro_batches, doers), Random(seed)
+    finished, lock = list[Task](), threading.Lock()
 
     def action(task):
         with lock:
             seen = set(finished)
-        missing = [other for other in schedule.waits_for(task, micro_batches) if other not in seen]
+        missing = [other for other in tasks.waits_for(task) if other not in seen]
         assert not missing, f"{task} started before {missing}"
         with lock:
             finished.append(task)
 
-    random = Random(seed)
-    run(Tasks(schedule, micro_batches), batches, action, lambda task: random.random() * 0.002, shared=shared)
-    expected = [task for batch in range(batches) for task in schedule.tasks(batch, micro_batches)]
+    run(tasks, batches, action, lambda task: random.random() * 0.002, **options)
+    expected = [task for batch in range(batches) for task in tasks.of(batch)]
     assert sorted(map(str, finished)) == sorted(map(str, expected))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(["fwp", "nestpipe"]), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3),
     st.booleans(), st.integers(0, 2**32),
@@ -152,32 +160,6 @@ def test_what_waits_for_a_part_does_not_wait_for_the_rest():
     assert reduced.is_set()
 
 
-@settings(max_examples=15)
-@given(
-    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 2**32)
-)
-def test_a_task_that_another_one_does_is_left_out_and_awaited_by_it(
-    mode, micro_batches, overlap, in_turn, seed
-):
-    schedule = with_replicas(SCHEDULES[mode])  # whose reductions follow a micro-batch's gradients
-    groups = joined_groups(micro_batches, overlap and schedule.overlaps_window, ordered=False)
-    tasks = Tasks(schedule, micro_batches, groups.doers)
-    finished: list[Task] = []
-    lock = threading.Lock()
-
-    def action(task):
-        with lock:
-            seen = set(finished)
-        assert seen.issuperset(tasks.waits_for(task)), f"{task} started before what does its work"
-        with lock:
-            finished.append(task)
-
-    random = Random(seed)
-    delay = lambda task: random.random() * 0.002  # noqa: E731
-    run(tasks, 3, action, delay, in_turn=in_turn)
-    assert sorted(map(str, finished)) == sorted(str(task) for batch in range(3) for task in tasks.of(batch))
-
-
 def test_a_lane_is_woken_when_it_can_go_on_and_for_nothing_else(monkeypatch):
     """It sleeps for work, for what a task waits for, and once more where a batch comes meanwhile."""
     slept = Counter()
@@ -212,33 +194,22 @@ def test_lanes_that_share_a_thread_take_their_tasks_as_submitted(shared, thread)
     }
 
 
-def test_communication_of_the_next_micro_batch_runs_beside_computation():
-    # compute(0, 0) can only end while exchange(0, 1) is at work.
-    exchanging, computed = threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    ("beside", "micro_batches", "batches"), [(Task("exchange", 0, 1), 2, 1), (Task("retrieve", 1), 1, 2)]
+)
+def test_rows_of_what_comes_next_are_fetched_beside_computation(beside, micro_batches, batches):
+    """The computation can only end while they are."""
+    fetching, computed = threading.Event(), threading.Event()
 
     def action(task):
-        if task == Task("exchange", 0, 1):
-            exchanging.set()
+        if task == beside:
+            fetching.set()
             assert computed.wait(10)
         elif task == Task("compute", 0, 0):
-            assert exchanging.wait(10)
+            assert fetching.wait(10)
             computed.set()
 
-    run(Tasks(NESTPIPE, 2), 1, action)
-
-
-def test_lookup_of_the_next_batch_runs_beside_computation():
-    retrieving, computed = threading.Event(), threading.Event()
-
-    def action(task):
-        if task == Task("retrieve", 1):
-            retrieving.set()
-            assert computed.wait(10)
-        elif task == Task("compute", 0, 0):
-            assert retrieving.wait(10)
-            computed.set()
-
-    run(Tasks(NESTPIPE, 1), 2, action)
+    run(Tasks(NESTPIPE, micro_batches), batches, action)
 
 
 def test_a_failing_stage_is_named_and_nothing_later_starts():

@@ -60,14 +60,6 @@ def assert_trains_by_itself(model):
 
 
 @pytest.mark.parametrize(("mode", "consistency"), EVERY)
-def test_after_a_trainer_the_model_trains_with_an_optimizer_of_torch(mode, consistency):
-    made = parts()
-    trained(made, mode, consistency, batches(3))
-    assert not any(vars(parameter) for parameter in made[0].parameters())
-    assert_trains_by_itself(made[0])
-
-
-@pytest.mark.parametrize(("mode", "consistency"), EVERY)
 def test_after_an_error_the_model_is_given_back_with_its_gradients(mode, consistency):
     made = parts()
     for parameter in made[0].parameters():
@@ -108,6 +100,7 @@ def test_between_runs_a_step_of_torch_is_one_of_the_steps(mode, consistency):
         model = made[0]
         with trainer(made, kind, consistency) as training:
             list(training.run(batches(2)))
+            assert not any(vars(parameter) for parameter in model.parameters())
             assert_trains_by_itself(model)
             list(training.run(batches(3)[2:]))
         return state(made)
@@ -243,16 +236,6 @@ def test_modes_with_one_window_in_flight_show_the_state_of_each_step(mode, consi
         assert same(seen[count - 1], trained(parts(), mode, consistency, batches(count))[0])
 
 
-@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
-@pytest.mark.parametrize("part", ["model", "layer"])
-def test_eval_in_flight_is_refused(mode, consistency, part):
-    made = parts()
-    with pytest.raises(RuntimeError, match=r"eval\(\) of module \w+ is refused while"):  # noqa: SIM117
-        with trainer(made, mode, consistency) as training:
-            for _ in training.run(batches(12)):
-                (made[0] if part == "model" else made[0].norm).eval()
-
-
 class Dropping(Ranker):
     """Counts in `modes` whether a step was computed in training mode."""
 
@@ -275,62 +258,19 @@ def test_a_batch_is_computed_in_the_mode_that_the_model_had_when_it_was_read(mod
     assert same(run(mode), run("reference" if consistency == "batch" else "sequential"))
 
 
-@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
-def test_freezing_in_flight_is_refused(mode, consistency):
-    made = parts()
-    with pytest.raises(RuntimeError, match=r"requires_grad_\(\).* is refused"):  # noqa: SIM117
-        with trainer(made, mode, consistency) as training:
-            for _ in training.run(batches(12)):
-                made[0].mix.bias.requires_grad_(False)
-
-
-def zero(model):
-    model.mix.weight.data.zero_()
-
-
-def load_other(model):
-    with torch.no_grad():
-        model.mix.weight.copy_(torch.arange(36.0).view(6, 6) / 36)
-
-
 @pytest.mark.parametrize(("mode", "consistency"), ONE_IN_FLIGHT)
-def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, consistency, change=zero):
+def test_a_parameter_changed_between_steps_is_trained_from_its_new_values(mode, consistency):
     def run(kind):
         made = parts()
         with trainer(made, kind, consistency) as training:
             for result in training.run(batches(3)):
                 if result.step == 1:
-                    change(made[0])
-                    changed = made[0].mix.weight.detach().clone()
-                    assert bool((changed == 0).all()) or change is not zero
+                    made[0].mix.weight.data.zero_()
         return state(made)
 
-    unchanged, _ = trained(parts(), mode, consistency, batches(3))
     got = run(mode)
-    assert same(got, run("reference" if consistency == "batch" else "sequential")) and not same(
-        got, unchanged
-    )
-
-
-@pytest.mark.parametrize("change", [zero, load_other])
-@pytest.mark.parametrize(("mode", "consistency"), READS_AHEAD)
-def test_a_parameter_changed_in_flight_is_an_error_and_between_runs_it_counts(mode, consistency, change):
-    made, after = parts(), parts()
-    with pytest.raises(RuntimeError, match=r"parameter mix\.weight was changed while"):  # noqa: SIM117
-        with trainer(made, mode, consistency) as training:
-            for result in training.run(batches(12)):
-                if result.step == 1:
-                    change(made[0])
-    with trainer(after, mode, consistency) as training:
-        list(training.run(batches(2)))
-        change(after[0])
-        list(training.run(batches(3)[2:]))
-    expected = parts()
-    with trainer(expected, "reference" if consistency == "batch" else "sequential", consistency) as training:
-        for result in training.run(batches(3)):
-            if result.step == 1:
-                change(expected[0])
-    assert same(state(after), state(expected))
+    assert same(got, run("reference" if consistency == "batch" else "sequential"))
+    assert not same(got, trained(parts(), mode, consistency, batches(3))[0])
 
 
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
@@ -400,17 +340,19 @@ class Counted:
         self.done = state["done"]
 
 
-def test_a_copy_in_memory_brings_back_the_state_of_its_step_and_the_loader():
-    made, copies = parts(), PeerCopies()
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_copy_in_memory_brings_back_the_state_of_its_step_and_the_loader_and_is_kept(step):
+    made, copies, meta = parts(), PeerCopies(), {"note": step}
     with trainer(made, "dbp", "batch") as one:
-        list(one.run(batches(2)))
-        copies.keep(one, {"note": "two"}, Counted(2))
+        list(one.run(batches(step)))
+        copies.keep(one, meta, Counted(step))
         expected = copy.deepcopy(state(made))
-        list(one.run(batches(4)[2:]))
-    other, loader, accepted = parts(), Counted(0), []
+        list(one.run(batches(4)[step:]))
+    other, loader, accepted = parts(), Counted(7), []
     with trainer(other, "dbp", "batch") as two:
-        assert copies.restore(two, accept=accepted.append, loader=loader) == 2
-    assert same(state(other), expected) and loader.done == 2 and accepted == [{"note": "two"}]
+        assert copies.restore(two, accept=accepted.append, loader=loader) == step
+    assert same(state(other), expected) and loader.done == step and accepted == [meta]
+    assert [each.step for each in copies._copies] == [step] * 2  # for the next loss
 
 
 def test_of_a_checkpoint_and_a_copy_of_one_step_the_checkpoint_is_taken(tmp_path):
@@ -441,16 +383,6 @@ def test_a_copy_that_another_rank_lacks_is_forgotten(monkeypatch):
     assert [each.step for each in copies._copies] == [2, 2]
 
 
-def test_a_restored_state_is_kept_for_the_next_loss():
-    made, copies = parts(), PeerCopies()
-    with trainer(made, "dbp", "batch") as one:
-        list(one.run(batches(2)))
-        copies.keep(one, {"note": "two"})
-    with trainer(parts(), "dbp", "batch") as two:
-        copies.restore(two)
-    assert [(each.step, each.meta) for each in copies._copies] == [(2, {"note": "two"})] * 2
-
-
 def test_steps_under_way_are_described_by_the_first_and_the_last():
     for steps, words in (([3], "step 3 is"), ([3, 4], "steps 3 to 4 are"), ([3, 4, 5], "steps 3 to 5 are")):
         assert PendingWindows._described(SimpleNamespace(steps=lambda steps=steps: steps)) == words
@@ -464,15 +396,6 @@ def test_parameters_are_checked_in_flight_unless_lanes_put_them_in_and_out():
         rest["_validate"] = lambda shards=shards: checked.append(shards)
         Flight.check_caller(SimpleNamespace(under_way=True, dense=dense, **rest))
     assert checked == [None]
-
-
-def test_a_state_of_fewer_optimizers_is_refused_by_their_number():
-    model, _tables, optimizer = parts()
-    dense = DenseModel(model, optimizer)
-    for part, count in (("optimizers", 1), ("schedulers", 0)):
-        given = {**dense.state_dict(), part: [{}] * 3}
-        with pytest.raises(ValueError, match=f"expected the states of {count} {part}, got 3"):
-            dense.load_state_dict(given)
 
 
 def test_on_the_callers_thread_tensors_are_made_in_the_hosts_memory():
@@ -493,15 +416,6 @@ def test_a_long_parameter_is_probed_with_fewer_rows():
     assert _capped(torch.Size([3, 5])) == (3, 5)
     assert _capped(torch.Size([2 * PROBE_ELEMENTS, 2])) == (PROBE_ELEMENTS // 2, 2)
     assert _capped(torch.Size([3, 2 * PROBE_ELEMENTS])) == (1, 2 * PROBE_ELEMENTS)
-
-
-def test_a_copy_of_the_state_before_the_first_step_is_a_state():
-    made, copies, accepted = parts(), PeerCopies(), []
-    with trainer(made, "dbp", "batch") as one:
-        copies.keep(one, {"note": "none"})
-    with trainer(parts(), "dbp", "batch") as two:
-        assert copies.restore(two, accept=accepted.append) == 0
-    assert accepted == [{"note": "none"}]
 
 
 @pytest.mark.parametrize("graphs", [None, object()])

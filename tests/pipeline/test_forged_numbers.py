@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_loads import everything, made_of
+from test_loads import everything
 from test_state_loads import KEPT, equal
-from trainer_parts import DIM, Ranker, batches
+from trainer_parts import DIM, Ranker, batches, parts
 
 from tritonrec import HashEmbeddingCollection, HashOptimizer
 from tritonrec.checkpoint.files import sha256_of
@@ -26,7 +26,7 @@ RULES = ("adam", "adagrad", "rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "
 
 
 def with_scheduler(**options):
-    *made, optimizer = made_of(policy=KEPT, **options)
+    *made, optimizer = parts(policy=KEPT, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return Trainer(
         *made, optimizer, Communicators.local(), "sequential", WindowConfig(seed=4), scheduler=scheduler

@@ -16,6 +16,7 @@ import torch
 from fake_accelerator import FakeAccelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import FORMS
 from speeds import slow_except
 from test_replicas import JOB
 from test_switches import same, state
@@ -35,15 +36,10 @@ from tritonrec.pipeline import (
     Trainer,
     WindowConfig,
     check,
-    keep_rows,
-    with_replicas,
 )
-from tritonrec.pipeline.schedule import with_early_dense
 from tritonrec.pipeline.streams import launches_in_turn
 from tritonrec.settings import with_values
 
-TABLES = {**SCHEDULES, "keep_rows": keep_rows(NESTPIPE), "replicas": with_replicas(NESTPIPE)}
-TABLES["early_dense"] = with_early_dense(NESTPIPE)
 COUNT = 4
 
 
@@ -99,9 +95,9 @@ def jitter(seed):
 
 
 @settings(max_examples=8)
-@given(st.sampled_from(sorted(TABLES)), st.integers(1, 3), st.integers(0, 2**32))
+@given(st.sampled_from(sorted(FORMS)), st.integers(1, 3), st.integers(0, 2**32))
 def test_ranks_launch_in_the_order_of_the_schedule_whatever_their_timing(mode, micro_batches, seed):
-    schedule = TABLES[mode]
+    schedule = FORMS[mode]
     here, there = (launches(schedule, micro_batches, jitter(seed + rank)) for rank in range(2))
     assert here == there == Tasks(schedule, micro_batches).launch_order(COUNT)
     assert ends([here, there], room=1)
@@ -160,12 +156,6 @@ def test_routing_is_launched_ahead_of_the_window_before():
         "exchange(1, 0)", "gradient_exchange(1, 0)", "dense_reduce(1)", "dense_update(1)",
     ]  # fmt: skip
     assert [str(task) for task in Tasks(FWP, 1).launch_order(2)][:2] == ["route(0)", "exchange(0, 0)"]
-
-
-@pytest.mark.parametrize("schedule", TABLES.values(), ids=TABLES)
-def test_the_order_of_every_table_is_sound(schedule):
-    check(schedule, 3)
-    check(replace(schedule, ahead=()), 3)
 
 
 @pytest.mark.parametrize(

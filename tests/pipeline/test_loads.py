@@ -17,12 +17,7 @@ from tritonrec import dcp
 from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.data import NumberedLoader
 from tritonrec.distributed import Communicators, RanksDisagreeError
-from tritonrec.embedding import (
-    FeatureConfig,
-    HashTableCollection,
-    RowOptimizer,
-    TablePolicy,
-)
+from tritonrec.embedding import RowOptimizer
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.resilience import PeerCopies
@@ -38,19 +33,6 @@ class Wide(Ranker):
     def __init__(self):
         super().__init__()
         self.more = torch.nn.Linear(DIM, 1)
-
-
-def made_of(**options):
-    """Model, tables, optimizer with another seed, scale or feature."""
-    seed, features = options.pop("seed", 2), options.pop("features", ["item"])
-    model, _, optimizer = parts(**options)
-    rule = RowOptimizer(options.get("optimizer", "adam"), lr=options.get("lr", 0.05))
-    rule = options.get("rule") or rule
-    policy = options.get("policy") or TablePolicy()
-    tables = HashTableCollection(
-        [FeatureConfig(name, DIM, policy=policy) for name in features], rule, seed=seed
-    )
-    return model, tables, optimizer
 
 
 class Position:
@@ -69,7 +51,7 @@ class Position:
 
 
 REFUSED = {
-    "another table": (dict(features=["item", "shop"]), {}, "table 'shop' is not there|'shop'"),
+    "another table": (dict(names=["item", "shop"]), {}, "table 'shop' is not there|'shop'"),
     "another policy": (dict(policy=KEPT), {}, "policy"),
     "another optimizer": (dict(optimizer="sgd"), {}, "rule of table item|optimizer"),
     "another dense rate": (dict(lr=0.01), {}, r"lr of table item is 0\.05 in .* and 0\.01 here"),
@@ -87,7 +69,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    made, loader = made_of(), NumberedLoader(batches(9))
+    made, loader = parts(), NumberedLoader(batches(9))
     with trainer(made, "sequential") as training:  # kernels are imported on one thread
         list(training.run(next(loader) for _ in range(3)))
         training.save(folder, loader=loader)
@@ -99,9 +81,9 @@ def test_a_trainer_that_refuses_a_checkpoint_is_as_it_was(saved, name):
     options, window, message = REFUSED[name]
     window = dict(window)
     loader = Position(True) if window.pop("loader", False) else NumberedLoader(batches(9))
-    with trainer(made_of(**options), **window) as training:
+    with trainer(parts(**options), **window) as training:
         count = 2 * window.get("accumulate", 1)
-        if not isinstance(loader, Position) and "features" not in options:
+        if not isinstance(loader, Position) and "names" not in options:
             list(training.run(next(loader) for _ in range(count)))
         before = everything(training, loader)
         with pytest.raises((ValueError, KeyError), match=message):
@@ -110,7 +92,7 @@ def test_a_trainer_that_refuses_a_checkpoint_is_as_it_was(saved, name):
 
 
 def test_a_dense_model_that_fails_in_the_end_puts_the_loader_back(saved, monkeypatch):
-    made, loader = made_of(), NumberedLoader(batches(9))
+    made, loader = parts(), NumberedLoader(batches(9))
     with trainer(made) as training:
         before = everything(training, loader)
         monkeypatch.setattr(training.dense, "load_state_dict", lambda state: 1 // 0)
@@ -120,12 +102,12 @@ def test_a_dense_model_that_fails_in_the_end_puts_the_loader_back(saved, monkeyp
 
 
 def test_a_position_that_cannot_be_read_changes_nothing(saved, tmp_path):
-    made, loader = made_of(), NumberedLoader(batches(9))
+    made, loader = parts(), NumberedLoader(batches(9))
     with trainer(made) as training:
         training.save(tmp_path)  # without a position
         list(training.run(next(loader) for _ in range(1)))
         before = everything(training, loader)
-        with pytest.raises(ValueError, match="no position of a loader"):
+        with pytest.raises(ValueError, match=r"no position of a loader.* it was saved without loader="):
             training.load(tmp_path, loader=loader)
         assert equal(everything(training, loader), before)
 
@@ -141,7 +123,7 @@ def test_a_position_that_cannot_be_read_changes_nothing(saved, tmp_path):
     ],
 )
 def test_a_setting_that_is_given_as_changed_holds_from_the_load_on(saved, changed, options, window):
-    with trainer(made_of(**options), **window) as training:
+    with trainer(parts(**options), **window) as training:
         assert training.load(saved, changed=changed) == 3
         if "lr" in changed:
             assert training.dense.optimizers[0].param_groups[0]["lr"] == 0.01
@@ -164,21 +146,21 @@ CONSTANTS = {"decay": 0.91, "eps": 1e-7, "until": 5000, "sign": -1.0}
 
 
 def test_a_rule_of_ones_own_is_compared_by_what_it_computes(tmp_path):
-    with trainer(made_of(rule=ftrl_like())) as training:
+    with trainer(parts(rule=ftrl_like())) as training:
         training.save(tmp_path)
-    with trainer(made_of(rule=ftrl_like())) as training:
+    with trainer(parts(rule=ftrl_like())) as training:
         assert training.load(tmp_path) == 0
     for name, value in CONSTANTS.items():
         other = ftrl_like(**{name: value})
         assert repr(other) != repr(ftrl_like()), name  # by which ranks are compared
-        with trainer(made_of(rule=other)) as training:
+        with trainer(parts(rule=other)) as training:
             with pytest.raises(ValueError, match=r"table item, its function's results.*changed=\{\"rule"):
                 training.load(tmp_path)
             training.load(tmp_path, changed={"rule"})
 
 
 def test_the_dropout_seed_is_compared(saved):
-    made = made_of()
+    made = parts()
     config = WindowConfig(micro_batches=3, seed=5)
     with Trainer(*made, Communicators.local(), "nestpipe", config) as training:
         with pytest.raises(ValueError, match=r"dropout_seed is 4 in .* and 5 here"):
@@ -194,7 +176,7 @@ def test_the_dropout_seed_is_compared(saved):
 
 def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):
     def training_of(lr):
-        model, tables, optimizer = made_of(lr=lr)
+        model, tables, optimizer = parts(lr=lr)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return Trainer(
             model, tables, optimizer, Communicators.local(), "sequential", WindowConfig(), scheduler=schedule
@@ -213,7 +195,7 @@ def test_rates_that_follow_a_scheduler_are_not_changed(saved, tmp_path):
 
 
 def test_a_rule_of_parameters_that_was_changed_by_name_holds(saved):
-    made = made_of()
+    made = parts()
     made[2].param_groups[0].update(betas=(0.5, 0.6), weight_decay=0.3)
     with trainer(made) as training:
         with pytest.raises(ValueError, match="rule of optimizer 0, group 0 is"):
@@ -229,39 +211,11 @@ def stepped(optimizer, size):
 
 def warmed_up(optimizer, steps):
     """A warm-up and a cosine; the rate is far from the second's minimum where that is far."""
-    parts = [
+    both = [
         torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=1),
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
     ]
-    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
-
-
-@pytest.mark.parametrize(
-    ("schedule", "named"),
-    [(stepped, "scheduler 0, step_size is 1"), (warmed_up, "scheduler 0, part 1, T_max is 1")],
-)
-def test_settings_of_a_scheduler_are_those_that_were_saved_or_given_by_name(tmp_path, schedule, named):
-    """torch's own load takes the saved ones in silence."""
-
-    def training_of(setting):
-        made = made_of()
-        scheduler = schedule(made[2], setting)
-        return Trainer(*made, Communicators.local(), "sequential", WindowConfig(), scheduler=scheduler)
-
-    with training_of(1) as training:
-        list(training.run(batches(1)))
-        training.save(tmp_path)
-    with training_of(9) as training:
-        before = everything(training)
-        with pytest.raises(ValueError, match=f"{named} in .* and 9 here"):
-            training.load(tmp_path)
-        assert equal(everything(training), before)
-        training.load(tmp_path, changed={"scheduler"})
-        (state,) = (each.state_dict() for each in training.dense.schedulers)
-        assert state["last_epoch"] == 1 and "9" in str(state)
-        training.save(tmp_path / "again")
-    with training_of(9) as training:
-        assert training.load(tmp_path / "again") == 1
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, both, [1])
 
 
 def multiplied(optimizer, factor):
@@ -285,8 +239,8 @@ AVERAGES = {
 """Of the model's weights, as its arguments for a decay."""
 
 
-def training_by_function(kind, value, communicators=None):
-    made = made_of()
+def training_with(kind, value, communicators=None):
+    made = parts()
     given = {}
     if kind in AVERAGES:
         given["average"] = torch.optim.swa_utils.AveragedModel(made[0], **AVERAGES[kind](value))
@@ -295,35 +249,47 @@ def training_by_function(kind, value, communicators=None):
     return Trainer(*made, communicators or Communicators.local(), "sequential", WindowConfig(), **given)
 
 
-BY_FUNCTION = [
-    (functions, "scheduler")
-    for functions in (
-        lambda optimizer, factor: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor**done),
-        multiplied, cyclic,
-    )
-] + [(name, "average") for name in AVERAGES]  # fmt: skip
+# Torch's own load takes the saved ones in silence; values of functions are in closures, which no state has.
+SETTINGS = [
+    (stepped, 1, 9, "scheduler", "scheduler 0, step_size is 1 in .* and 9 here"),
+    (warmed_up, 1, 9, "scheduler", "scheduler 0, part 1, T_max is 1 in .* and 9 here"),
+    *(
+        (functions, 0.75, 0.5, "scheduler", "scheduler.* is .* in .* here.*changed=")
+        for functions in (
+            lambda optimizer, factor: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: factor**done),
+            multiplied, cyclic,
+        )
+    ),
+    *((name, 0.75, 0.5, "average", "average.* is .* in .* here.*changed=") for name in AVERAGES),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "named"), BY_FUNCTION)
-def test_settings_that_are_functions_are_compared_by_what_they_return(tmp_path, kind, named):
-    """Their values are in closures, which no state of torch's has."""
-    with training_by_function(kind, 0.75) as training:
+@pytest.mark.parametrize(("kind", "saved", "here", "changed", "said"), SETTINGS)
+def test_settings_of_schedulers_and_averages_are_those_that_were_saved_or_given_by_name(
+    tmp_path, kind, saved, here, changed, said
+):
+    with training_with(kind, saved) as training:
         list(training.run(batches(1)))
         training.save(tmp_path)
-    with training_by_function(kind, 0.5) as training:
+    with training_with(kind, here) as training:
         before = everything(training)
-        with pytest.raises(ValueError, match=rf"{named}.* is .* in .* here.*changed="):
+        with pytest.raises(ValueError, match=said):
             training.load(tmp_path)
         assert equal(everything(training), before)
-        training.load(tmp_path, changed={named})
-    with training_by_function(kind, 0.75) as training:
-        assert training.load(tmp_path) == 1
+        training.load(tmp_path, changed={changed})
+        if here == 9:
+            (state,) = (each.state_dict() for each in training.dense.schedulers)
+            assert state["last_epoch"] == 1 and "9" in str(state)
+        training.save(tmp_path / "again")
+    for value, folder in ((saved, tmp_path), (here, tmp_path / "again")):
+        with training_with(kind, value) as training:
+            assert training.load(folder) == 1
 
 
-@pytest.mark.parametrize(("kind", "named"), [BY_FUNCTION[0], BY_FUNCTION[3]])
+@pytest.mark.parametrize(("kind", "named"), [(SETTINGS[2][0], "scheduler"), ("EMA", "average")])
 def test_ranks_whose_functions_differ_are_named(kind, named):
     def of_rank(communicators):
-        training_by_function(kind, 0.5 if communicators.rank else 0.75, communicators)
+        training_with(kind, 0.5 if communicators.rank else 0.75, communicators)
 
     with pytest.raises(RanksDisagreeError, match=named):
         run_ranks(2, of_rank)
@@ -331,7 +297,7 @@ def test_ranks_whose_functions_differ_are_named(kind, named):
 
 def test_a_load_into_a_used_trainer_gives_the_bits_of_a_fresh_one(saved):
     def ended(first):
-        made = made_of()
+        made = parts()
         with trainer(made) as training:
             list(training.run(batches(6)[:first]))
             training.load(saved)
@@ -343,7 +309,7 @@ def test_a_load_into_a_used_trainer_gives_the_bits_of_a_fresh_one(saved):
 
 def test_no_rank_loads_where_one_cannot(tmp_path):
     def rank(communicators):
-        made = made_of()
+        made = parts()
         with trainer(made, communicators=communicators, mode="sequential") as training:
             list(training.run(batches(3, rank=communicators.rank, world_size=2)))
             training.save(tmp_path)
@@ -367,12 +333,12 @@ def test_no_rank_loads_where_one_cannot(tmp_path):
 
 @pytest.mark.parametrize("how", [Trainer.load, Trainer.warm_start])
 def test_ranks_that_read_different_checkpoints_load_nothing(saved, tmp_path, how):
-    with trainer(made_of()) as training:
+    with trainer(parts()) as training:
         training.load(saved)
         training.save(tmp_path, {"another": 1})
 
     def rank(communicators):
-        with trainer(made_of(), communicators=communicators, mode="sequential") as training:
+        with trainer(parts(), communicators=communicators, mode="sequential") as training:
             before = everything(training)
             with pytest.raises(RanksDisagreeError, match="rank 1 has digest of the checkpoint"):
                 how(training, (saved, tmp_path)[communicators.rank])
@@ -384,7 +350,7 @@ def test_ranks_that_read_different_checkpoints_load_nothing(saved, tmp_path, how
 @pytest.mark.parametrize("how", [Trainer.load, dcp.load, Trainer.warm_start], ids=lambda how: how.__module__)
 def test_a_read_that_fails_anywhere_changes_nothing(tmp_path, monkeypatch, how):
     loader, opened, opens = NumberedLoader(batches(9)), Path.open, []
-    with trainer(made_of(policy=KEPT), "sequential") as training:
+    with trainer(parts(policy=KEPT), "sequential") as training:
         list(training.run(next(loader) for _ in range(3)))
         (dcp.save if how is dcp.load else Trainer.save)(training, tmp_path / "run", loader=loader)
 
@@ -395,7 +361,7 @@ def test_a_read_that_fails_anywhere_changes_nothing(tmp_path, monkeypatch, how):
                 raise OSError(errno.EIO, "Input/output error", str(path))
         return opened(path, *given, **options)
 
-    with trainer(made_of(policy=KEPT), "sequential") as training:
+    with trainer(parts(policy=KEPT), "sequential") as training:
         list(training.run(next(loader) for _ in range(2)))
         before = everything(training, loader)
         monkeypatch.setattr(Path, "open", torn)
@@ -413,11 +379,11 @@ def test_a_read_that_fails_anywhere_changes_nothing(tmp_path, monkeypatch, how):
 
 def test_peer_copies_of_another_training_change_nothing():
     copies = PeerCopies()
-    with trainer(made_of(), mode="sequential") as training:
+    with trainer(parts(), mode="sequential") as training:
         list(training.run(batches(3)))
         copies.keep(training)
-    for options in (dict(seed=3), dict(model=Wide), dict(features=["item", "shop"]), dict(policy=KEPT)):
-        with trainer(made_of(**options), mode="sequential") as training:
+    for options in (dict(seed=3), dict(model=Wide), dict(names=["item", "shop"]), dict(policy=KEPT)):
+        with trainer(parts(**options), mode="sequential") as training:
             before = everything(training)
             with pytest.raises(ValueError):
                 copies.restore(training)
@@ -433,7 +399,7 @@ def test_a_checkpoint_of_a_version_without_settings_is_loaded_and_says_so(saved,
     del body["manifest_sha256"], body["meta"]["recipe"]
     path.write_text(json.dumps(add_checksum(body)))
     with (
-        trainer(made_of(seed=3)) as training,
+        trainer(parts(seed=3)) as training,
         pytest.warns(UserWarning, match="does not say with which seed, "),
     ):
         assert training.load(tmp_path / "old") == 3
@@ -467,7 +433,7 @@ def test_metadata_of_any_content_is_taken_or_refused_and_then_nothing_changes(sa
     inner[place[-1]] = data.draw(JSON)
     path.write_text(json.dumps(add_checksum(body)))
     try:
-        with trainer(made_of(), mode="sequential") as training:
+        with trainer(parts(), mode="sequential") as training:
             loader = NumberedLoader(batches(9))
             before = everything(training, loader)
             try:

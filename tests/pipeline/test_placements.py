@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speeds import slow_except
+from speeds import examples, slow_except
 from trainer_parts import optimizer_of, same, state
 
 from tritonrec import checkpoint, nn
@@ -103,7 +103,7 @@ def trained(made, mode, batches, **window):
         return [result.losses for result in training.run(batches)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.data())
 def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
     draw = data.draw
@@ -120,6 +120,7 @@ def test_a_model_of_tables_here_and_there_has_the_bits_of_the_reference(data):
     batches = [batch(step, kind) for step, kind in enumerate(kinds)]
     expected = parts(policy=policy)
     losses = trained(expected, "reference", batches, accumulate=window["accumulate"])
+    assert len(losses) == len(batches)  # what is left of an update is one too
     made = parts(draw(names), draw(names), draw(names), policy, draw(st.sampled_from([1, 32])))
     assert same(trained(made, mode, batches, **window), losses)
     assert same(state(made), state(expected))

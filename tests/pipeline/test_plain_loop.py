@@ -7,13 +7,7 @@ from speeds import slow_except
 from trainer_parts import DIM, NoParameters, batches, parts, same, state, trained
 
 from tritonrec import HashEmbeddingCollection, HashOptimizer, ops
-from tritonrec.embedding import (
-    Eviction,
-    OptimizerName,
-    PrecisionTiers,
-    RowOptimizer,
-    TablePolicy,
-)
+from tritonrec.embedding import Eviction, OptimizerName, PrecisionTiers, RowOptimizer, TablePolicy
 from tritonrec.pipeline import DenseModel
 
 RULES = get_args(OptimizerName)

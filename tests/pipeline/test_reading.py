@@ -13,7 +13,7 @@ from trainer_parts import EVERY_MODE, batches, parts, same, state, trained, trai
 from tritonrec import ops
 from tritonrec.data.slices import work
 from tritonrec.kernels.dispatch import default_impl
-from tritonrec.pipeline import Executor, StageFailedError, Trainer
+from tritonrec.pipeline import StageFailedError, Trainer
 from tritonrec.serving import infer
 from tritonrec.serving.live import Publisher
 from tritonrec.trace import Recorder
@@ -143,25 +143,6 @@ def test_a_stage_that_fails_does_not_wait_for_a_source_that_never_comes():
         with trainer(made) as training:
             list(training.run(source()))
     never.set()
-
-
-def test_an_interrupt_while_a_batch_is_read_loses_none(monkeypatch):
-    expected, _ = trained(parts(), "reference", "batch", batches(6))
-    made, wait, reads = parts(), Executor.result, []
-
-    def interrupted(self, call):
-        reads.append(call)
-        if len(reads) == 3:
-            raise KeyboardInterrupt
-        return wait(self, call)
-
-    monkeypatch.setattr(Executor, "result", interrupted)
-    with trainer(made) as training:
-        source = iter(batches(6))
-        with pytest.raises(KeyboardInterrupt):
-            list(training.run(source))
-        assert [result.step for result in training.run(source)] == [0, 1, 2, 3, 4, 5]
-    assert same(state(made), expected)
 
 
 @pytest.mark.parametrize("mode", PIPELINED)

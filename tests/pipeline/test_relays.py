@@ -13,7 +13,7 @@ from tritonrec import ops
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, TablePolicy
 from tritonrec.harness.verify.thread_ranks import run_ranks
-from tritonrec.pipeline import NESTPIPE, PIPELINED, Trainer, WindowConfig, check, over_nodes, schedule_of
+from tritonrec.pipeline import NESTPIPE, Trainer, WindowConfig, over_nodes, schedule_of
 from tritonrec.pipeline.dist_plan import plan_lookups, plan_output_dist
 from tritonrec.pipeline.exchange_groups import joined_groups
 from tritonrec.pipeline.relays import plan_relay
@@ -258,16 +258,6 @@ def test_what_two_steps_cannot_do_is_refused():
             Communicators.over(range(4), nodes=nodes)
     with pytest.raises(ValueError, match=r"relays: True.*1 nodes"):
         Trainer(*parts(), Communicators.local(), "nestpipe", schedule=over_nodes(NESTPIPE))
-
-
-@pytest.mark.parametrize("mode", PIPELINED)
-def test_the_schedule_is_proven_in_every_mode(mode):
-    schedule = schedule_of(mode, WindowConfig(), nodes=2)
-    one = schedule_of(mode, WindowConfig())
-    assert schedule.relays and not one.relays and schedule.edges() == one.edges()
-    check(schedule, 4)
-    groups = joined_groups(6, schedule.overlaps_window, False)
-    check(schedule, 6, groups.doers)
 
 
 def test_a_rank_whose_batches_end_is_named_on_every_node():

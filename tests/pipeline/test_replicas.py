@@ -20,22 +20,17 @@ from tritonrec.harness.job import Job
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import (
     NESTPIPE,
-    SCHEDULES,
-    Edge,
     ExchangeConfig,
     LookupCounts,
-    ScheduleError,
     Trainer,
     WindowConfig,
-    check,
-    keep_rows,
     schedule_of,
     with_replicas,
 )
 from tritonrec.pipeline.dense import DenseModel
 from tritonrec.pipeline.places import Routes
 from tritonrec.pipeline.recipe import recipe_of, require_same
-from tritonrec.pipeline.reduce_scatter import ReduceScatter, plan_replica_reductions
+from tritonrec.pipeline.reduce_scatter import plan_replica_reductions
 from tritonrec.pipeline.replicas import ReplicaAverage
 from tritonrec.pipeline.stage import Read
 from tritonrec.trace import Recorder
@@ -122,13 +117,7 @@ def test_with_first_use_replicas_reduce_a_row_as_soon_as_it_has_seen_its_last_mi
     first = replace(plain, exchange=replace(plain.exchange, first_use=True))
     for world, replicas in ((2, 2), (4, 2)):
         late = pool.run(replica_bytes, world, plain, 4, replicas=replicas)
-        early = pool.run(
-            replica_bytes,
-            world,
-            first,
-            4,
-            replicas=replicas,
-        )
+        early = pool.run(replica_bytes, world, first, 4, replicas=replicas)
         for (sent, _, rows), (sooner, total, same) in zip(late, early, strict=True):
             assert sent[0] == 0 and min(sooner) > 0
             assert 0.8 < sum(sooner) / sent[1] < 1.2, "packed rows of other groups have other widths"
@@ -175,42 +164,6 @@ def test_an_average_of_one_update_is_the_mean_of_the_replicas_rows(pool):
         whole[torch.searchsorted(ids, own_ids)] = own_rows
         parts.append(whole)
     assert torch.equal(rows, (parts[0] + parts[1]) / 2)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), keep_rows(NESTPIPE)], ids=lambda s: s.name)
-def test_tables_with_replicas_are_sound_and_need_their_edges(schedule, micro_batches):
-    replicated = with_replicas(schedule)
-    check(replicated, micro_batches)
-    for stage, edge, place in (
-        ("sparse_update", Edge("replica_reduce", "all"), "mean_gradient"),
-        ("replica_reduce", Edge("gradient_exchange", "same"), "row_gradient"),
-    ):
-        with pytest.raises(ScheduleError, match=place):
-            check(
-                replicated.without_edge(stage, edge).with_edges(stage, Edge("compute", edge.micro_batch)), 3
-            )
-
-
-@given(st.integers(0, 20), st.integers(1, 4), st.integers(0, 2**32))
-def test_a_reduce_scatter_adds_every_sum_to_its_row_once(count, copies, seed):
-    generator = torch.Generator().manual_seed(seed)
-    places = [
-        torch.randperm(count, generator=generator)[: int(torch.randint(count + 1, (1,), generator=generator))]
-        for _ in range(copies)
-    ]
-    values = [torch.randint(100, (len(each),), generator=generator) for each in places]
-    expected = torch.zeros(count, dtype=torch.int64)
-    for each, value in zip(places, values, strict=True):
-        expected.index_add_(0, each, value)
-    plans = [ReduceScatter.of(places, count, rank) for rank in range(copies)]
-    parts = []
-    for rank, plan in enumerate(plans):
-        came = [values[g][plans[g].order].split(plans[g].input_splits)[rank] for g in range(copies)]
-        assert plan.output_splits == [len(each) for each in came]
-        total = torch.zeros(plan.sizes[rank], dtype=torch.int64)
-        parts.append(total.index_add_(0, plan.rows, torch.cat(came)))
-    assert torch.equal(torch.cat(parts), expected)
 
 
 @given(st.integers(0, 20), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32), st.integers(0, 3))
@@ -296,9 +249,6 @@ def test_moment_scaling_takes_adagrads_moment_over_the_replicas(pool):
     for (ids, rows), (others, expected) in zip(scaled, by_hand, strict=True):
         assert torch.equal(ids, others) and torch.equal(rows, expected)
     assert not torch.equal(scaled[0][1], pool.run(train_adagrad, 2, plain, False, replicas=2)[0][1])
-    for name in ("moment_scaling", "late_states"):
-        with pytest.raises(ValueError, match=f"{name} is of replicas that are averaged: set average_every"):
-            WindowConfig(**{name: True})
 
 
 def after_late_averages(communicators, widths):

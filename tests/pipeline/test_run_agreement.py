@@ -5,25 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from speeds import slow_except
+from test_agreement import change_values, dense_rule, freeze, freeze_rows
 from trainer_parts import JOB
 
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError
 from tritonrec.embedding import HashTableCollection, RowOptimizer
-from tritonrec.pipeline import (
-    PIPELINED,
-    DenseModel,
-    StageFailedError,
-    Trainer,
-    WindowConfig,
-    run_agreement,
-)
+from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer, WindowConfig, run_agreement
 from tritonrec.pipeline.model_call import CallerSettings
 from tritonrec.pipeline.run_agreement import RunAgreement
 from tritonrec.pipeline.words import LOWEST, Words, may_differ, words_of
@@ -44,10 +39,6 @@ def change_parameter(trainer):
         trainer.dense.model.layers[0].output.weight[1, 2] += 1e-6
 
 
-def change_data(trainer):
-    trainer.dense.model.layers[0].output.weight.data[1, 2] += 1e-6
-
-
 def permute_data(trainer):
     weight = trainer.dense.model.layers[0].output.weight.data
     weight.copy_(weight.flip(1).clone())
@@ -63,20 +54,8 @@ def change_rate(trainer):
     trainer.dense.optimizers[0].param_groups[0]["lr"] = 0.04
 
 
-def change_betas(trainer):
-    trainer.dense.optimizers[0].param_groups[0]["betas"] = 0.9, 0.98
-
-
 def one_module_evaluates(trainer):
     trainer.dense.model.layers[0].eval()
-
-
-def freeze_one(trainer):
-    trainer.dense.model.layers[0].output.weight.requires_grad_(False)
-
-
-def freeze_rows_later(trainer):
-    trainer.tables.requires_grad_(False)
 
 
 def other_threads(trainer):
@@ -95,19 +74,27 @@ def flush_denormals(trainer):
     torch.set_flush_denormal(True)
 
 
+def of_parts(change, trainer):
+    change(trainer.dense.model, trainer.tables, trainer.dense.optimizers[0])
+
+
+WEIGHT = "rank 1 has parameter layers.0.output.weight=number "
 # What the last rank does between two runs, and how the error of each rank names it.
 LATER = {
     "buffer": (change_buffer, "rank 1 has buffer shift=float32 (4,) with SHA-256 "),
     "values of a buffer": (replace_buffer_values, "rank 1 has buffer shift=float32 (4,)"),
-    "parameter": (change_parameter, "rank 1 has parameter layers.0.output.weight=number "),
-    "parameter's data": (change_data, "rank 1 has parameter layers.0.output.weight=number "),
-    "places of values": (permute_data, "rank 1 has parameter layers.0.output.weight=number "),
+    "parameter": (change_parameter, WEIGHT),
+    "parameter's data": (
+        partial(of_parts, change_values),
+        WEIGHT,
+    ),
+    "places of values": (permute_data, WEIGHT),
     "optimizer state": (load_state, "rank 1 has optimizer state "),
     "learning rate": (change_rate, "rank 1 has group 0 of optimizer="),
-    "betas": (change_betas, "rank 1 has group 0 of optimizer="),
+    "betas": (partial(of_parts, dense_rule), "rank 1 has group 0 of optimizer="),
     "a module's mode": (one_module_evaluates, "training=False"),
-    "a frozen parameter": (freeze_one, "frozen"),
-    "frozen rows": (freeze_rows_later, "rank 1 has rows of table item=frozen and rank 0 has "),
+    "a frozen parameter": (partial(of_parts, freeze), "frozen"),
+    "frozen rows": (partial(of_parts, freeze_rows), "rank 1 has rows of table item=frozen and rank 0 has "),
     "threads": (other_threads, "rank 1 has torch.get_num_threads()="),
     "default dtype": (other_default, "rank 1 has torch.get_default_dtype()=torch.float64 and rank 0 has "),
     "deterministic": (deterministic, "rank 1 has torch.are_deterministic_algorithms_enabled()=True"),

@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 import torch
 from speeds import slow_except
-from trainer_parts import EVERY, JOB, Ranker, batches, parts, same, trained, trainer
+from trainer_parts import EVERY, JOB, Ranker, assert_part_of, batches, of_rank, parts, same, trained, trainer
 
 from tritonrec.distributed import Communicators
-from tritonrec.pipeline import StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline import StageFailedError, WindowConfig
 
 BAD = {
     "infinite rows' gradient": lambda losses, hidden: losses * math.inf,
@@ -96,32 +96,23 @@ def test_without_it_the_step_fails(mode):
         trained(made, mode, "batch", batches(3))
 
 
-def of_ranks(communicators, window):
-    made = JOB.build("adam")
-    loader = JOB.loader(communicators.rank, communicators.world_size)
-    forward = made[0].forward
+def spoil_the_last(model, communicators):
+    forward = model.forward
 
     def spoiled(batch, rows, seed):
-        losses = forward(batch, rows, seed)
-        return (
-            losses * math.inf
-            if batch.step == 1 and communicators.rank == communicators.world_size - 1
-            else losses
-        )
+        last = communicators.rank == communicators.world_size - 1
+        return forward(batch, rows, seed) * (math.inf if batch.step == 1 and last else 1)
 
-    made[0].forward = spoiled
-    with Trainer(*made, communicators, "nestpipe", window) as training:
-        results = list(training.run(loader.batch(step) for step in range(3)))
-        weights = [each.clone() for each in training.dense.tensors().values()]
-    return [(result.skipped, result.grad_norm) for result in results], weights, made[1].export()["item"]
+    model.forward = spoiled
 
 
 @pytest.mark.multi_rank
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_all_ranks_leave_it_out(pool, replicas):
     window = WindowConfig(3, skip_nonfinite=True, seed=4)
-    expected, weights, (ids, rows) = of_ranks(Communicators.local(), window)
-    for found, own, (own_ids, own_rows) in pool.run(of_ranks, 2, window, replicas=replicas):
-        assert found == expected and same(own, weights)
-        places = torch.searchsorted(ids, own_ids)
-        assert torch.equal(ids[places], own_ids) and torch.equal(rows[places], own_rows)
+    options = "nestpipe", 3, JOB, "adam", spoil_the_last
+    whole = of_rank(Communicators.local(), window, *options)
+    for found in pool.run(of_rank, 2, window, *options, replicas=replicas):
+        assert [end[1:] for end in found[0]] == [end[1:] for end in whole[0]]
+        assert [end[2] for end in found[0]] == [False, True, False]
+        assert_part_of((whole[0], *found[1:]), whole)

@@ -10,18 +10,15 @@ import torch
 from speeds import slow_except
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
-from trainer_parts import DIM, Ranker, batches, parts, same, state, trainer
+from trainer_parts import Ranker, batches, parts, same, state, trainer
 
 from tritonrec import checkpoint
 from tritonrec.checkpoint import CheckpointError, CheckpointStream, writer
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
     Eviction,
-    FeatureConfig,
-    HashTableCollection,
     Placement,
     PrecisionTiers,
-    RowOptimizer,
     TablePolicy,
 )
 from tritonrec.harness.verify.thread_ranks import run_ranks
@@ -207,15 +204,10 @@ def test_replicas_are_averaged_before_a_save(tmp_path):
 def test_rows_on_disk_are_read_after_the_window_is_written(tmp_path):
     found = []
     for kind in ("drained", "flown"):
-        feature = FeatureConfig("item", DIM, policy=LRU)
         (tmp_path / f"rows-{kind}").mkdir()
         placement = Placement("disk", path=str(tmp_path / f"rows-{kind}"), memory="2KiB")
-        tables = HashTableCollection(
-            [feature], RowOptimizer("adam", lr=0.05), seed=2, slots=8, placement=placement
-        )
-        model, _, optimizer = parts()
         with (
-            trainer((model, tables, optimizer)) as trained,
+            trainer(parts(policy=LRU, placement=placement)) as trained,
             trained.saver(tmp_path / kind, full_every=3) as saver,
         ):
             given = {"pause_every": EVERY} if kind == "drained" else {"saver": saver, "save_every": EVERY}
@@ -243,11 +235,7 @@ def test_updates_of_several_batches_are_saved_after_the_last_one(tmp_path):
 
 
 def test_a_saver_and_its_steps_go_together(tmp_path):
-    with (
-        trainer(parts()) as trained,
-        trainer(parts()) as other,
-        trained.saver(tmp_path) as saver,
-    ):
+    with trainer(parts()) as trained, trainer(parts()) as other, trained.saver(tmp_path) as saver:
         for given in ({"saver": saver}, {"save_every": 2}):
             with pytest.raises(ValueError, match="go together"):
                 next(trained.run(batches(4), **given))

@@ -15,15 +15,7 @@ from speeds import slow_except
 from test_switches import POLICY, batches, parts, run, same, state
 
 from tritonrec.distributed import Communicators
-from tritonrec.pipeline import (
-    PIPELINED,
-    Edge,
-    StageFailedError,
-    Trainer,
-    WindowConfig,
-    schedule_of,
-    streams,
-)
+from tritonrec.pipeline import PIPELINED, Edge, StageFailedError, Trainer, WindowConfig, schedule_of, streams
 from tritonrec.pipeline.program import Program
 from tritonrec.settings import with_values
 
@@ -90,36 +82,21 @@ def test_the_host_waits_for_the_device_once_and_not_whenever_it_is_ahead(mode):
     assert accelerator.begun == 1
 
 
-def test_after_a_failure_the_trainer_keeps_what_a_device_may_still_work_on():
+def test_an_error_that_the_device_reports_late_names_its_stage_and_keeps_what_it_works_on():
     made = parts()
     forward = made[0].forward
-
-    def failing(batch, rows, seed):
-        if batch.step == 1:
-            raise FloatingPointError("loss is not finite")
-        return forward(batch, rows, seed)
-
-    made[0].forward = failing
-    config = WindowConfig(3, seed=4)
-    training = Trainer(*made, Communicators.local(), "nestpipe", config, streams=FakeAccelerator())
-    with pytest.raises(StageFailedError):
-        list(training.run(batches()))
-    assert 1 in [places.window.step for places in training._pending.abandoned]
-
-
-def test_an_error_that_the_device_reports_late_names_its_stage():
-    made = parts()
-    model = made[0]
-    forward = model.forward
 
     def failing(batch, rows, seed):
         if batch.step == 2:
             raise FloatingPointError("loss is not finite")
         return forward(batch, rows, seed)
 
-    model.forward = failing
+    made[0].forward = failing
+    config = WindowConfig(3, seed=4)
+    training = Trainer(*made, Communicators.local(), "nestpipe", config, streams=FakeAccelerator())
     with pytest.raises(StageFailedError, match=r"stage compute\(2, .*loss is not finite"):
-        run_on(FakeAccelerator(), "nestpipe", made)
+        list(training.run(batches()))
+    assert 2 in [places.window.step for places in training._pending.abandoned]
 
 
 class RecordedStream:

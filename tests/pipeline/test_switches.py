@@ -9,19 +9,12 @@ import torch
 from trainer_parts import batches, parts, same, state
 
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import (
-    Eviction,
-    PrecisionTiers,
-    RowOptimizer,
-    TablePolicy,
-)
+from tritonrec.embedding import Eviction, PrecisionTiers, RowOptimizer, TablePolicy
 from tritonrec.pipeline import (
-    DBP,
     FWP,
     NESTPIPE,
     Edge,
     ExchangeConfig,
-    Executor,
     ScheduleError,
     Trainer,
     WindowConfig,
@@ -81,34 +74,7 @@ def test_between_single_steps_all_rows_are_home(mode):
     assert same(got, expected) and counts.kept == 0
 
 
-def test_rows_loaded_between_runs_are_seen():
-    made, other = parts(), parts()
-    for each in (made, other):
-        switches = WindowConfig(2, seed=4, exchange=ExchangeConfig(skip_fetch=each is made))
-        with Trainer(*each, Communicators.local(), "nestpipe", switches) as training:
-            list(training.run(batches()[:3]))
-            ids, rows = each[1].export()["item"]
-            each[1].load("item", ids, rows * 0.5)
-            list(training.run(batches()[3:]))
-    assert same(state(made), state(other))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
-@pytest.mark.parametrize("schedule", [DBP, NESTPIPE], ids=lambda schedule: schedule.name)
-def test_tables_that_keep_rows_are_sound(schedule, micro_batches):
-    check(keep_rows(schedule), micro_batches)
-
-
 KEEPING = keep_rows(NESTPIPE)
-NEEDED = [
-    (stage, edge) for stage in ("retrieve", "copy_kept_rows", "write_back") for edge in KEEPING[stage].after
-]
-
-
-@pytest.mark.parametrize(("stage", "edge"), NEEDED, ids=[f"{e.stage}-{s}" for s, e in NEEDED])
-def test_every_edge_of_a_table_that_keeps_rows_is_needed(stage, edge):
-    with pytest.raises(ScheduleError):
-        check(KEEPING.without_edge(stage, edge), 4)
 
 
 def test_a_row_neither_fetched_nor_kept_and_a_row_lost_are_found():
@@ -146,22 +112,6 @@ def test_keeping_rows_needs_two_buffers():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"taper": 0.0},
-        {"taper": 1.5},
-        {"first_use": True, "dedup": "lookup"},
-        {"skip_fetch": True, "dedup": "exchange"},
-        {"first_use": True, "micro_batches": 300},
-        {"depth": -1},
-    ],
-)
-def test_switches_that_cannot_be_are_refused(wrong):
-    with pytest.raises(ValueError, match="got"):
-        with_values(WindowConfig(), wrong)
-
-
-@pytest.mark.parametrize(
     "schedule", [keep_rows(NESTPIPE), with_replicas(NESTPIPE)], ids=["keeps", "replicas"]
 )
 def test_a_schedule_that_does_not_go_with_the_window_is_refused(schedule):
@@ -175,31 +125,6 @@ def test_a_schedule_that_does_not_go_with_the_window_is_refused(schedule):
             WindowConfig(exchange=ExchangeConfig(skip_fetch=True)),
             schedule=NESTPIPE,
         )
-
-
-def test_an_interrupt_while_waiting_loses_nothing(monkeypatch):
-    expected, _ = run("reference")
-    made, wait = parts(), Executor.wait
-    with Trainer(
-        *made,
-        Communicators.local(),
-        "nestpipe",
-        WindowConfig(2, seed=4, exchange=ExchangeConfig(skip_fetch=True)),
-    ) as training:
-        source, results = iter(batches()), []
-        for _ in range(5):
-            results.append(training.progress(source))
-
-        def interrupted(executor, batch):
-            monkeypatch.setattr(Executor, "wait", wait)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Executor, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            training.progress(source)
-        results += training.run([])
-        assert [result.step for result in results] == list(range(6))
-    assert same(state(made), expected)
 
 
 def test_a_failed_window_leaves_no_gradient_behind():

@@ -11,11 +11,7 @@ from trainer_parts import batches, parts, same, state
 
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators
-from tritonrec.embedding import (
-    Eviction,
-    PrecisionTiers,
-    TablePolicy,
-)
+from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.pipeline import PIPELINED, StageFailedError, Trainer, WindowConfig
 from tritonrec.settings import with_values
@@ -44,16 +40,6 @@ def test_accumulating_two_batches_is_training_on_both_at_once(mode):
     assert same(got, expected)
     assert [result.step for result in results] == [0, 1, 2, 3]
     assert [result.loss_terms for result in results] == [whole[0].num_tokens] * 2 + [whole[1].num_tokens] * 2
-
-
-@pytest.mark.parametrize("mode", slow_except(["dbp", "nestpipe"], PIPELINED))
-@pytest.mark.parametrize("count", [1, 2, 5, 7])
-def test_what_is_left_of_an_update_is_one_too(mode, count):
-    expected, losses, _ = run("reference", batches(count), accumulate=3)
-    got, results, _ = run(mode, batches(count), accumulate=3, micro_batches=2)
-    assert same(got, expected)
-    for a, b in zip(losses, results, strict=True):
-        assert torch.equal(a.losses[a.sample_ids.argsort()], b.losses[b.sample_ids.argsort()])
 
 
 def test_step_takes_the_batches_of_one_update():
@@ -148,9 +134,3 @@ def test_a_low_precision_weight_beyond_float16_is_an_error_that_names_it(mode):
     made[1].load("item", ids, made[1].initial_rows("item", ids) * 2e5)
     with pytest.raises(StageFailedError, match=r"table item.* does not fit 16 bits"):
         run(mode, batches(1), made)
-
-
-@pytest.mark.parametrize("wrong", [{"accumulate": 0}, {"dedup": "twice"}])
-def test_a_bad_window_is_refused(wrong):
-    with pytest.raises(ValueError, match="got"):
-        with_values(WindowConfig(), wrong)

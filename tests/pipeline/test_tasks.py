@@ -5,40 +5,23 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedules import FORMS
 
-from tritonrec.pipeline import (
-    DBP,
-    NESTPIPE,
-    SCHEDULES,
-    Edge,
-    Schedule,
-    ScheduleError,
-    Task,
-    Tasks,
-    check,
-    keep_rows,
-)
+from tritonrec.pipeline import DBP, NESTPIPE, Edge, Schedule, ScheduleError, Task, Tasks, check
 from tritonrec.pipeline.exchange_groups import joined_groups
-from tritonrec.pipeline.schedule import with_norm, with_replicas
+from tritonrec.pipeline.schedule import with_replicas
 from tritonrec.pipeline.stage import Access, Stage
 
 pytestmark = pytest.mark.smoke
-
-TABLES = {
-    **SCHEDULES,
-    "keep_rows": keep_rows(NESTPIPE),
-    **{f"replicas of {name}": with_replicas(each) for name, each in SCHEDULES.items()},
-    "norm": with_norm(with_replicas(NESTPIPE)),
-}
 
 
 def doers_of(micro_batches, overlap, ordered=False):
     return joined_groups(micro_batches, overlap, ordered).doers
 
 
-@given(st.sampled_from(sorted(TABLES)), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 5))
+@given(st.sampled_from(sorted(FORMS)), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_each_task_is_done_once_and_behind_all_that_it_waits_for(name, count, overlap, ordered, batch):
-    schedule = TABLES[name]
+    schedule = FORMS[name]
     doers = doers_of(count, overlap and schedule.overlaps_window, ordered)
     tasks = Tasks(schedule, count, doers)
     order = tasks.of(batch)
@@ -55,7 +38,7 @@ def test_each_task_is_done_once_and_behind_all_that_it_waits_for(name, count, ov
 
 
 def test_without_shared_tasks_the_order_is_that_of_the_table():
-    for schedule, count in product(TABLES.values(), (1, 3, 8)):
+    for schedule, count in product(FORMS.values(), (1, 3, 8)):
         tasks = Tasks(schedule, count, {"exchange": range(count)})
         assert tasks.of(2) == [*schedule.tasks(2, count)] and not tasks.shared
 
@@ -67,14 +50,6 @@ def test_a_reduction_over_replicas_comes_behind_the_gradients_that_it_needs():
     assert tasks.shared and order[start : start + 4] == [
         "compute(0, 1)", "gradient_exchange(0, 1)", "replica_reduce(0, 0)", "replica_reduce(0, 1)",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("micro_batches", [1, 4, 9])
-def test_the_exchanges_that_micro_batches_share_are_sound(name, micro_batches):
-    schedule = TABLES[name]
-    for overlap, ordered in product({False, schedule.overlaps_window}, (False, True)):
-        check(schedule, micro_batches, doers_of(micro_batches, overlap, ordered))
 
 
 WRONG = [
@@ -117,8 +92,7 @@ def test_a_shared_task_that_reads_what_others_have_changed_meanwhile_is_refused(
 
 
 @pytest.mark.parametrize(
-    "doers",
-    [{"exchange": (0, 0)}, {"exchange": (1, 2, 2)}, {"exchange": (0, 3, 2)}, {"route": (0, 0, 0)}],
+    "doers", [{"exchange": (0, 0)}, {"exchange": (1, 2, 2)}, {"exchange": (0, 3, 2)}, {"route": (0, 0, 0)}]
 )
 def test_doers_that_fit_no_window_are_refused(doers):
     with pytest.raises(ValueError, match="are no doers of 3 micro-batches"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_loads import equal, everything
-from trainer_parts import DIM, ONE_DRAWS, Ranker, batches, optimizer_of, trainer
+from trainer_parts import DIM, Ranker, batches, optimizer_of, parts, trainer
 
 from tritonrec import (
     EmbeddingBagCollection,
@@ -14,9 +14,6 @@ from tritonrec import (
 )
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import (
-    FeatureConfig,
-    HashTableCollection,
-    RowOptimizer,
     TablePolicy,
     load_table_weights,
 )
@@ -35,18 +32,10 @@ class Larger(Ranker):
         self.head = torch.nn.Linear(DIM, 2)
 
 
-def made_of(model=Ranker, names=("item",), rule="adam", seed=2, policy=None, dim=DIM):
-    with ONE_DRAWS:
-        model = model()
-    features = [FeatureConfig(name, dim, policy=policy or TablePolicy()) for name in names]
-    tables = HashTableCollection(features, RowOptimizer(rule, lr=0.05), seed=seed)
-    return model, tables, optimizer_of(model, rule)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder, the rows and the parameters of a training of table "item"."""
-    folder, made = tmp_path_factory.mktemp("saved"), made_of()
+    folder, made = tmp_path_factory.mktemp("saved"), parts()
     with trainer(made, "sequential") as training:
         list(training.run(batches(3)))
         training.save(folder)
@@ -55,7 +44,7 @@ def saved(tmp_path_factory):
 
 def test_weights_of_equal_names_are_taken_and_optimizers_begin_anew(saved):
     folder, (ids, weights), values = saved
-    made = made_of(rule="rowwise_adagrad", seed=9, policy=TablePolicy(admission=2))
+    made = parts(optimizer="rowwise_adagrad", seed=9, policy=TablePolicy(admission=2))
     with trainer(made, "sequential") as training:
         report = training.warm_start(folder)
         found_ids, found = made[1].weights()["item"]
@@ -79,7 +68,7 @@ def test_of_several_renamings_of_a_name_the_longest_counts():
 
 def test_tables_and_modules_are_chosen_and_renamed(saved):
     folder, (ids, weights), values = saved
-    made = made_of(Larger, ("shop", "user"))
+    made = parts(Larger, names=("shop", "user"))
     with trainer(made) as training:
         before = {name: each.clone() for name, each in made[0].state_dict().items()}
         report = training.warm_start(
@@ -104,11 +93,7 @@ def test_tables_and_modules_are_chosen_and_renamed(saved):
         (dict(names=["shop"]), dict(tables=["shop"]), "the source has no table 'shop', but item"),
         (dict(names=["shop"]), dict(tables=["item"]), "there is no table 'item' here, but shop"),
         (dict(), dict(features=["x"]), "there is no feature 'x', but item"),
-        (
-            dict(dim=4),
-            dict(tables=["item"]),
-            r"weights \(\d+, 6\) .* there, \(n, 4\) float32 here",
-        ),
+        (dict(dim=4), dict(tables=["item"]), r"weights \(\d+, 6\) .* there, \(n, 4\) float32 here"),
         (dict(model=Larger), dict(dense=["head"]), "the source has no 'head.weight'"),
         (dict(), dict(dense=["hed"]), "no parameter here is named 'hed'; they are mix.weight"),
         (dict(), dict(rename={"a.": "b."}), "rename= has a., which nothing here took"),
@@ -118,7 +103,7 @@ def test_tables_and_modules_are_chosen_and_renamed(saved):
     ],
 )
 def test_what_is_named_has_to_be_there_and_nothing_is_taken_otherwise(saved, options, choice, message):
-    with trainer(made_of(**options)) as training:
+    with trainer(parts(**options)) as training:
         before = everything(training)
         with pytest.raises((ValueError, RuntimeError, TypeError), match=message):
             training.warm_start(saved[0], **choice)
@@ -126,7 +111,7 @@ def test_what_is_named_has_to_be_there_and_nothing_is_taken_otherwise(saved, opt
 
 
 def test_what_has_another_size_begins_anew_and_is_reported(saved):
-    made = made_of(dim=4)
+    made = parts(dim=4)
 
     class Other(Ranker):
         def __init__(self):
@@ -146,17 +131,17 @@ def test_every_rank_takes_its_own_rows(saved):
     folder, (ids, weights), _ = saved
 
     def rank(communicators):
-        made = made_of()
+        made = parts()
         config = WindowConfig(micro_batches=1)
         with Trainer(*made, communicators, "sequential", config) as training:
             training.warm_start(folder)
         return made[1].weights()["item"]
 
-    parts = run_ranks(3, rank)
-    found = torch.cat([part[0] for part in parts])
-    order = found.argsort()
-    assert all(len(part[0]) for part in parts) and torch.equal(found[order], ids)
-    assert torch.equal(torch.cat([part[1] for part in parts])[order], weights)
+    found = run_ranks(3, rank)
+    own = torch.cat([part[0] for part in found])
+    order = own.argsort()
+    assert all(len(part[0]) for part in found) and torch.equal(own[order], ids)
+    assert torch.equal(torch.cat([part[1] for part in found])[order], weights)
 
 
 def torchrec_state(draw):
@@ -171,7 +156,7 @@ def torchrec_state(draw):
 
 def test_a_state_dict_of_torchrec_is_a_source():
     state = torchrec_state(torch.Generator().manual_seed(4))
-    made = made_of(names=("item", "user"))
+    made = parts(names=("item", "user"))
     with trainer(made) as training:
         report = training.warm_start(state)
     weights = made[1].weights()
@@ -219,7 +204,7 @@ def test_our_own_state_dict_is_a_source_too():
 
 def test_two_tables_of_one_name_are_refused():
     state = {"a.embeddings.item.weight": torch.ones(2, 6), "b.embedding_bags.item.weight": torch.ones(2, 6)}
-    with trainer(made_of()) as training, pytest.raises(ValueError, match="are both of a table 'item'"):
+    with trainer(parts()) as training, pytest.raises(ValueError, match="are both of a table 'item'"):
         training.warm_start(state)
 
 
@@ -227,7 +212,7 @@ def test_a_key_twice_is_refused_before_anything_is_taken():
     names, ids = ["item", "shop"], [[1, 2], [3, 3]]
     state = {f"{name}.keys": torch.tensor(of) for name, of in zip(names, ids, strict=True)}
     state |= {f"{name}.weight": torch.ones(2, 6) for name in names}
-    with trainer(made_of(names=names)) as training:
+    with trainer(parts(names=names)) as training:
         before = everything(training)
         with pytest.raises(ValueError, match="key 3 is given twice in table 'shop' of the source"):
             training.warm_start(state)
@@ -235,7 +220,7 @@ def test_a_key_twice_is_refused_before_anything_is_taken():
 
 
 def test_a_warm_start_in_flight_is_refused(saved):
-    with trainer(made_of()) as training:
+    with trainer(parts()) as training:
         run = training.run(batches(4))
         next(run)
         with pytest.raises(RuntimeError, match="in flight"):
@@ -245,7 +230,7 @@ def test_a_warm_start_in_flight_is_refused(saved):
 
 def test_the_average_begins_with_the_same_values(saved):
     folder, _, values = saved
-    model, tables, optimizer = made_of()
+    model, tables, optimizer = parts()
     average = torch.optim.swa_utils.AveragedModel(model)
     torch.nn.init.zeros_(average.module.mix.weight)
     with Trainer(model, tables, optimizer, Communicators.local(), "sequential", average=average) as training:

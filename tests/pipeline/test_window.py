@@ -1,5 +1,6 @@
 """Promise: legal odd batches train, bad input is one clear error, and every door leads to the same bits."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -122,10 +123,7 @@ def test_a_nan_in_a_gradient_names_the_tensor(consistency):
     values[1, 2] = float("nan")
     made[1].load("item", ids, values)
     named = r"(gradient|weight|bias|position).* nan"
-    with (
-        trainer(made, consistency=consistency) as training,
-        pytest.raises(StageFailedError, match=named),
-    ):
+    with trainer(made, consistency=consistency) as training, pytest.raises(StageFailedError, match=named):
         training.step(batch_of(0, 3))
 
 
@@ -195,10 +193,34 @@ def test_a_window_is_frozen_for_four_micro_batches_where_they_overlap_unless_sai
         assert f"a window of {expected} micro-batches: no table has its rows on several" in result.exchanges
 
 
-@pytest.mark.parametrize("options", [{"micro_batches": -1}, {"consistency": "exact"}])
-def test_a_bad_window_is_refused(options):
-    with pytest.raises(ValueError, match="got"):
+WRONG = [
+    ({"micro_batches": -1}, "micro_batches .* got -1"), ({"accumulate": 0}, "accumulate .* got 0"),
+    ({"depth": -1}, "depth .* got -1"), ({"consistency": "exact"}, "got 'exact'"),
+    ({"dedup": "twice"}, "got 'twice'"), ({"exchanges": "one"}, "of auto, once, joined, each, got 'one'"),
+    ({"exchange_sums": "some"}, "sums must be one of auto, packed, whole, got 'some'"),
+    ({"precision": "fp8"}, "WindowConfig: precision must be one of float32, bf16, fp16, got 'fp8'"),
+    ({"exchange_precision": "int8"}, "ExchangeConfig: precision must be one of float32, bf16, fp16"),
+    ({"precision": "fp16", "average_every": 2}, "use 'bf16', or exact replicas"),
+    ({"taper": 0.0}, "got 0.0"), ({"taper": 1.5}, "got 1.5"),
+    ({"first_use": True, "dedup": "lookup"}, "got 'lookup'"),
+    ({"skip_fetch": True, "dedup": "exchange"}, "got 'exchange'"),
+    ({"first_use": True, "micro_batches": 257}, "takes at most 256 micro-batches in a window, got 257"),
+    ({"max_grad_norm": -1.0}, r"max_grad_norm must be in \[0, inf\], got -1"),
+    ({"max_grad_value": math.nan}, "max_grad_value must be in .*, got nan"),
+    ({"max_grad_norm": 1.0, "average_every": 2}, "clip none of them"),
+    ({"moment_scaling": True}, "moment_scaling is of replicas that are averaged: set average_every"),
+    ({"late_states": True}, "late_states is of replicas that are averaged: set average_every"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "said"), WRONG, ids=str)
+def test_settings_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
         with_values(WindowConfig(), options)
+
+
+def test_a_window_with_first_use_has_as_many_micro_batches_as_a_byte_has_numbers():
+    assert WindowConfig(256, exchange=ExchangeConfig(first_use=True)).window_micro_batches == 256
 
 
 @pytest.mark.parametrize("mode", ["reference", "nestpipe"])
@@ -216,9 +238,3 @@ def test_a_model_loaded_after_its_optimizer_was_made_is_trained_from_what_was_lo
     expected, parameters = trained(load_first=True)
     got, same_parameters = trained(load_first=False)
     assert same(got, expected) and same(same_parameters, parameters)
-
-
-def test_a_window_with_first_use_has_as_many_micro_batches_as_a_byte_has_numbers():
-    assert WindowConfig(256, exchange=ExchangeConfig(first_use=True)).window_micro_batches == 256
-    with pytest.raises(ValueError, match="first_use takes at most 256 micro-batches in a window, got 257"):
-        WindowConfig(257, exchange=ExchangeConfig(first_use=True))

@@ -1,6 +1,6 @@
 """Promise: a loss over the whole global batch has the bits of one process, for any cut and any ranks."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 import pytest
@@ -13,22 +13,14 @@ from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOpti
 from tritonrec.data import Batch, KeyedJaggedTensor, Lookup, per_sample
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import (
-    DBP,
-    FWP,
     NESTPIPE,
     STAGED,
-    Edge,
     MicroBatchGraphs,
     NotBatchInvariantError,
-    ScheduleError,
     StageFailedError,
     Trainer,
     WindowConfig,
-    check,
     schedule_of,
-    with_norm,
-    with_replicas,
-    with_window_loss,
 )
 from tritonrec.resilience import Replay
 from tritonrec.settings import with_values
@@ -333,26 +325,6 @@ def in_batch_next_item():
     model = nn.HSTU(nn.HSTUConfig(dim=8, heads=2, qk_dim=4, v_dim=4, layers=1, max_seq_len=4))
     model.window_loss = lambda own, window, positions: None
     return model
-
-
-TABLES = [with_window_loss(each) for each in (NESTPIPE, DBP, FWP, with_norm(with_replicas(NESTPIPE)))]
-
-
-@pytest.mark.parametrize("schedule", TABLES, ids=lambda each: each.name)
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_schedule_is_proven_and_each_of_its_edges_is_needed(schedule, count):
-    check(schedule, count)
-    with pytest.raises(ScheduleError, match="represent"):
-        check(schedule.without_edge("represent", Edge("exchange", "same")), count)
-    without = replace(schedule, stages=[each for each in schedule.stages if each.name != "window_loss"])
-    with pytest.raises(ScheduleError, match="compute waits for window_loss, which never runs"):
-        check(without, count)
-    # one lane keeps their order without edges: on two lanes it takes them
-    apart = schedule.with_stages(replace(schedule["window_loss"], lane="reduce"))
-    check(apart, count)
-    for stage, edge in [("window_loss", Edge("represent", "all")), ("compute", Edge("window_loss"))]:
-        with pytest.raises(ScheduleError, match=f"to {stage}$"):
-            check(apart.without_edge(stage, edge), count)
 
 
 def test_candidates_of_the_same_item_are_no_negatives_and_popular_ones_count_less():
