@@ -9,7 +9,6 @@ from float_error import assert_error_at_most_twice
 from impls import IMPLS, on
 from speeds import slow_on_triton
 
-from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.relative_aggregate.op import RELATIVE_AGGREGATE_BACKWARD, relative_aggregate
 
 RESULTS = ("out", "dv", "dtable")
@@ -130,25 +129,6 @@ def test_buckets_are_written_out(impl):
     assert got[2].tolist() == [[[4, 3, 2, 1, 0, 0, 0, 0]], [[1, 0, 0, 0, 0, 0, 0, 0]]]
     got = run(impl, (v, v, table[:, :2]), (offsets, 4, None))
     assert got[0].flatten().tolist() == [1, 1.5, 2, 2.5, 1] and got[2][0].tolist() == [[4, 6]]
-
-
-@pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim", "every other"])
-def test_a_flat_view_reaches_every_element_and_no_further(cut):
-    whole = torch.randn(4, 3, 6)
-    parts = {
-        "heads": whole[:, 1:],
-        "tokens": whole[::2],
-        "dim": whole[..., :4],
-        "every other": whole[..., ::2],
-    }
-    some = parts.get(cut, whole)
-    flat, token_stride, head_stride = flat_heads(some)
-    tokens, heads, dim = some.shape
-    for token in range(tokens):
-        for head in range(heads):
-            start = int(token_stride) * token + int(head_stride) * head
-            assert flat[start : start + dim].tolist() == some[token, head].tolist()
-    assert start + dim == len(flat)
 
 
 def test_more_buckets_than_an_index_reaches_are_refused():
