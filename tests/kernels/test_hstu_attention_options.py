@@ -262,6 +262,13 @@ def test_what_does_not_fit_is_refused(change, message):
         hstu_attention(**grouped(**{**fits, **change}))
 
 
+@pytest.mark.parametrize(("entries", "index"), [(None, (0, 0)), (5, (0, -1)), (9, (4, 1))])
+def test_the_diagonal_is_the_first_weight_of_one_side_and_the_middle_one_of_two(entries, index):
+    weights = None if entries is None else torch.zeros(entries)
+    call = Call(torch.tensor([0, 5]), 5, 0.5, 3, pos_weights=weights)
+    assert call.position_index == index and call.deterministic
+
+
 @pytest.mark.parametrize(("counts", "fit"), [([0, 3], True), ([1, 4], False), ([-1, 3], False)])
 def test_counts_on_a_device_are_checked_there(counts, fit, monkeypatch):
     class There(torch.Tensor):
