@@ -55,19 +55,19 @@ def test_imports_and_first_calls_load_nothing_heavy_and_a_training_step_no_tool(
     assert {"matplotlib", "pandas", "torch._dynamo", TOOLS[2]} <= {*every}, "a heavy import is not seen"
 
 
-def test_no_command_loads_what_compiles_graphs_before_it_needs_it():
+def test_the_command_line_tells_options_without_torch_and_no_command_loads_what_compiles_graphs():
     """torch._dynamo takes as long as torch itself: `torch.export.pt2_archive` and optimizers load it."""
-    every = "import tritonrec.harness.cli as cli; _ = [cli.load(name) for name in cli.COMMANDS]"
-    heavy = "import torch._dynamo"
-    assert loaded_by([every, heavy], ("torch._dynamo",)) == [[], ["torch._dynamo"]]
 
-
-def test_the_command_line_starts_and_tells_options_without_torch():
     def called(*words: str) -> str:
         return (
             f"import contextlib, typer.testing; _ = typer.testing.CliRunner().invoke(cli.app, {list(words)})"
         )
 
     told = [called("train", "--help"), called("train", "--steps", "-5")]
-    found = loaded_by(["import tritonrec.harness.cli as cli", *told, called("doctor")], ("torch", *HEAVY))
-    assert found[:3] == [[]] * 3 and "torch" in found[3]
+    every = "_ = [cli.load(name) for name in cli.COMMANDS]"
+    *light, loaded, seen = loaded_by(
+        ["import tritonrec.harness.cli as cli", *told, every, "import torch._dynamo"],
+        ("torch", "torch._dynamo", *HEAVY),
+    )
+    assert light == [[]] * 3 and "torch" in loaded
+    assert "torch._dynamo" not in loaded and "torch._dynamo" in seen

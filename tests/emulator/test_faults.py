@@ -1,4 +1,7 @@
-"""Faults planted in kernels are found, and their correct counterparts pass, in every order of the warps."""
+"""Faults planted in kernels are found, and their correct counterparts pass, in every order of the warps.
+
+Each body is compiled: of every kind of fault one is quick.
+"""
 
 import pytest
 import torch
@@ -54,6 +57,7 @@ def exchange(between):
     )
 
 
+@pytest.mark.slow
 def test_shared_memory_is_exchanged_behind_a_barrier():
     out = zeros(64)
     each_seed(exchange(BARRIER), [out], threads=64, shared=256)
@@ -89,6 +93,7 @@ def test_a_write_over_what_another_warp_reads_needs_a_barrier():
     assert out.tolist() == [9] * 64
 
 
+@pytest.mark.slow
 def test_two_warps_may_store_the_same_value_but_not_two():
     same = (
         TID
@@ -102,6 +107,7 @@ def test_two_warps_may_store_the_same_value_but_not_two():
     )
 
 
+@pytest.mark.slow
 def test_lanes_of_a_warp_follow_each_other():
     body = TID + "\tshl.b32 %r1, %r250, 2;\n\txor.b32 %r2, %r1, 4;\n\tst.shared.b32 [%r1], %r250;\n"
     body += "\tld.shared.b32 %r3, [%r2];\n\tst.shared.b32 [%r1], %r3;\n"
@@ -133,6 +139,7 @@ def test_global_memory_that_a_late_warp_reads_needs_a_barrier_before_the_store()
     assert out.tolist() == [0] * 128 and memory.item() == 1
 
 
+@pytest.mark.slow
 def test_blocks_that_write_one_place_race_and_those_with_places_of_their_own_do_not():
     body = "\tmov.u32 %r1, %ctaid.x;\n" + thread_address("%rd0", 4) + "\tst.global.b32 [%rd200], %r1;\n"
     found_in_each_seed(RaceError, r"writes of two values of t0\[\d+\]", body, [zeros(32)], grid=3)
@@ -158,6 +165,7 @@ def test_a_block_that_reads_what_another_wrote_races():
     each_seed(body.replace("0;\n\tmov", "9;\n\tmov"), [zeros(1)], grid=2)  # nobody stores
 
 
+@pytest.mark.slow
 def test_atomics_do_not_race_with_each_other_but_with_plain_loads():
     add = "\tmov.b32 %r1, 1;\n\tred.global.gpu.relaxed.add.u32 [%rd0], %r1;\n"
     total = zeros(1)
@@ -185,6 +193,7 @@ def test_an_access_outside_of_a_tensor(place):
         run(body.replace(str(4 * place), "124"), [inner], races=(0,))
 
 
+@pytest.mark.slow
 def test_an_access_outside_of_shared_memory():
     body = "\tmov.b32 %r1, {};\n\tst.shared.b32 [%r1], %r1;\n"
     with pytest.raises(OutsideError, match="4 bytes at 64 of 64 bytes of shared memory"):
@@ -192,6 +201,7 @@ def test_an_access_outside_of_shared_memory():
     run(body.format(60), [zeros(1)], shared=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -221,6 +231,7 @@ def test_a_read_of_shared_memory_that_nobody_wrote():
     run(write + "\tst.shared.b32 [%r1+4], %r1;\n" + read, [zeros(1)], shared=64)
 
 
+@pytest.mark.slow
 def test_shared_memory_of_the_block_before_is_no_initial_value():
     body = """
 \tmov.u32 %r1, %ctaid.x;
@@ -232,6 +243,7 @@ def test_shared_memory_of_the_block_before_is_no_initial_value():
     found_in_each_seed(UninitialisedError, r"block \(17, 0, 0\)", body, [zeros(1)], grid=40, shared=16)
 
 
+@pytest.mark.slow
 def test_a_copy_that_nobody_waited_for():
     def body(wait, barrier=BARRIER):
         return (
@@ -268,11 +280,13 @@ def test_a_barrier_that_a_warp_leaves_out():
     each_seed(body.replace("32;", "64;"), [zeros(1)], threads=64)
 
 
+@pytest.mark.slow
 def test_a_barrier_that_some_lanes_leave_out():
     body = TID + "\tsetp.ge.s32 %p1, %r250, 20;\n\t@%p1 bra $OUT;\n\tbar.sync 0;\n$OUT:\n\tmov.b32 %r1, 0;\n"
     found_in_each_seed(BarrierError, r"lanes 0x000fffff of the warp wait", body, [zeros(1)])
 
 
+@pytest.mark.slow
 def test_warps_at_two_barriers():
     body = (
         TID
@@ -304,6 +318,7 @@ $OUT:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setter", range(4))
 def test_a_warp_that_waits_for_another_one_of_its_block_goes_on(setter):
     body = SPIN.format(setter=setter).replace(
@@ -319,6 +334,7 @@ def test_a_wait_for_a_flag_that_nobody_sets_is_a_hang():
             run(SPIN.format(setter=9), [zeros(1)], grid=2, settings=Emulation(seed=seed, patience=20_000))
 
 
+@pytest.mark.slow
 def test_a_loop_without_end_and_without_memory_is_a_hang():
     body = "\tmov.b32 %r1, 0;\n$LOOP:\n\tadd.s32 %r1, %r1, 1;\n\tsetp.ge.s32 %p1, %r1, 0;\n\tbra $LOOP;\n"
     with pytest.raises(HangError):

@@ -106,7 +106,7 @@ def test_ranks_come_and_go(tmp_path, kind):
         read.start()
 
     try:
-        for of in ("of 1", "of 2", "of 1", "of 2"):
+        for of in ("of 1", "of 2", "of 1", "of 2")[: 3 if kind == "stand-in" else 4]:
             if of == "of 2" or not ranks:
                 start()
             else:

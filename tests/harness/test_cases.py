@@ -1,5 +1,6 @@
 """Promise: the thinned contract table leaves no three conditions together untried."""
 
+import functools
 import math
 from dataclasses import replace
 from itertools import combinations, product
@@ -22,6 +23,8 @@ from tritonrec.harness.verify.variants import CPU_BITS, EACH, every_variant
 from tritonrec.pipeline import PIPELINED
 
 pytestmark = pytest.mark.smoke
+tables = functools.cache(contract_table)
+"""Of one size as often as it is asked for; a table takes a second or two to choose."""
 
 
 def values(case):
@@ -35,15 +38,15 @@ def triples(cases):
 
 
 def test_full_is_the_whole_product():
-    full = [c for c in contract_table("full") if not c.data and not c.variant and c.mesh[1:] == (1, 1)]
+    full = [c for c in tables("full") if not c.data and not c.variant and c.mesh[1:] == (1, 1)]
     full = [c for c in full if c.storage == "host"]
     sizes = (PIPELINED, CONSISTENCIES, WORLD_SIZES, MICRO_BATCHES, (False, True), OPTIMIZERS)
     assert len(full) == len(set(full)) == math.prod(map(len, sizes)) == 540
 
 
 def test_default_covers_every_triple_and_the_longest_case():
-    default = contract_table("default")
-    assert triples(default) == triples(contract_table("full"))
+    default = tables("default")
+    assert triples(default) == triples(tables("full"))
     longest = Case("nestpipe", "batch", 4, 8, True, "adam", steps=30)
     assert longest in default
     own = {(c.mode, c.world_size, c.micro_batches) for c in default if c.variant == EACH}
@@ -61,15 +64,15 @@ def test_quick_covers_every_value_and_every_mode_at_both_levels():
 
 
 def test_every_rule_is_tried_in_the_nested_pipeline_and_decays():
-    tried = {(c.mode, c.world_size, c.micro_batches, c.optimizer) for c in contract_table() if c.variant}
+    tried = {(c.mode, c.world_size, c.micro_batches, c.optimizer) for c in tables("default") if c.variant}
     new = set(get_args(OptimizerName)) - set(OPTIMIZERS)
     assert {("nestpipe", 2, 4, rule) for rule in new} <= tried
-    assert not any(case.optimizer in new for case in contract_table("quick"))
+    assert not any(case.optimizer in new for case in tables("quick"))
 
 
 @pytest.mark.parametrize(("size", "modes"), [("quick", PIPELINED[-1:]), ("default", PIPELINED)])
 def test_the_hostile_log_is_tried_in_every_mode_on_few_and_on_many_ranks(size, modes):
-    cases = [case for case in contract_table(size) if case.data == HOSTILE and not case.variant]
+    cases = [case for case in tables(size) if case.data == HOSTILE and not case.variant]
     ranks = min(WORLD_SIZES), max(WORLD_SIZES)
     tried = {(case.mode, case.consistency, case.world_size) for case in cases}
     assert tried == {*product(modes, CONSISTENCIES, ranks)}
@@ -77,7 +80,7 @@ def test_the_hostile_log_is_tried_in_every_mode_on_few_and_on_many_ranks(size, m
 
 @pytest.mark.parametrize("size", ["default", "full"])
 def test_every_variant_and_every_change_of_the_world_size_is_tried(size):
-    cases = contract_table(size)
+    cases = tables(size)
     assert {case.variant for case in cases} == {"", *every_variant()} - {CPU_BITS}
     pairs = {(case.world_size, case.restart) for case in cases if case.restart}
     assert pairs == {(before, after) for before in range(1, 5) for after in range(1, 5)}
@@ -92,17 +95,17 @@ def test_a_variant_is_tried_only_where_it_does_something(size, counts, ranks):
     early = [case for case in cases if case.variant == "early-dense"]
     assert all(case.world_size >= 2 and case.micro_batches >= 2 for case in early)
     assert bool(early) == (ranks[-1] > 1 and counts[-1] > 1)
-    everything = {case.variant for case in contract_table(size)}
+    everything = {case.variant for case in tables(size)}
     assert everything - {case.variant for case in cases} >= ({"early-dense"} if not early else set())
 
 
 def test_tables_elsewhere_are_tried_in_every_mode_with_all_policies_and_across_a_restart():
     for storage in ("device", "cached", "disk", "cached-disk"):
-        cases = [case for case in contract_table() if case.storage == storage]
+        cases = [case for case in tables("default") if case.storage == storage]
         assert {case.mode for case in cases} == set(PIPELINED)
         assert {case.variant for case in cases} >= {"", "scale", "policies", "first-use", "restart"}
         assert all(case.resumed().storage != storage for case in cases)
-    quick = {(case.storage, case.variant) for case in contract_table("quick")}
+    quick = {(case.storage, case.variant) for case in tables("quick")}
     assert quick >= {(each, "scale") for each in ("device", "cached", "disk", "cached-disk")}
 
 
@@ -126,11 +129,11 @@ def test_after_a_restart_tables_of_a_device_are_in_another_place_there(storage, 
 
 @pytest.mark.parametrize("size", ["default", "full"])
 def test_every_grouping_of_four_and_eight_ranks_is_tried_with_and_without_pipeline(size):
-    cases = [case for case in contract_table(size) if case.replicas > 1 and not case.variant]
+    cases = [case for case in tables(size) if case.replicas > 1 and not case.variant]
     meshes = {(4, 2), (4, 4), (8, 2), (8, 4), (8, 8)}
     for mode in ("nestpipe", "sequential"):
         assert {(c.world_size, c.replicas) for c in cases if c.mode == mode} == meshes
-    assert {(c.variant, c.restart) for c in contract_table(size) if c.replicas > 1} >= {
+    assert {(c.variant, c.restart) for c in tables(size) if c.replicas > 1} >= {
         ("scale", 0),
         ("restart", 1),
     }
@@ -138,7 +141,7 @@ def test_every_grouping_of_four_and_eight_ranks_is_tried_with_and_without_pipeli
 
 
 def test_lookups_over_nodes_are_tried_with_and_without_pipeline_and_in_every_form():
-    cases = [case for case in contract_table("default") if case.nodes > 1]
+    cases = [case for case in tables("default") if case.nodes > 1]
     for mode in ("nestpipe", "sequential"):
         plain = {(c.world_size, c.nodes) for c in cases if c.mode == mode and not c.variant}
         assert plain == {(4, 2), (4, 4), (8, 2), (8, 4)}

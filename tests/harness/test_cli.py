@@ -24,14 +24,6 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("command", [[], ["verify"], ["train"], ["trace"], ["doctor"]])
-def test_every_command_has_help(command):
-    result = invoke(*command, "--help")
-    assert result.exit_code == 0
-    assert "Usage" in result.stdout
-
-
 def test_help_fills_the_lines_of_a_narrow_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = [line.strip() for line in invoke("verify", "--help").stdout.splitlines()]
@@ -195,14 +187,6 @@ def test_bad_input_is_one_clear_error(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
     assert message in " ".join(result.output.replace("│", " ").split())
-
-
-@pytest.mark.slow
-def test_bad_input_ends_the_process_without_a_traceback():
-    command = [sys.executable, "-m", "tritonrec", "trace", "/nowhere.pftrace"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "/nowhere.pftrace" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_current_folder_that_is_gone_is_said(tmp_path):

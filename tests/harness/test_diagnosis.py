@@ -324,20 +324,6 @@ def test_any_model_passes_at_window_consistency(batches):
     assert report.passed, str(report)
 
 
-def test_a_rank_that_fails_ends_the_others():
-    def fails(communicators):
-        if communicators.rank == 1:
-            raise ValueError("rank 1 is out")
-        return communicators.control.all_reduce(torch.ones(1), "x")
-
-    with pytest.raises(ValueError, match="rank 1 is out"):
-        run_ranks(3, fails)
-    sums = run_ranks(3, lambda group: group.control.all_reduce(torch.tensor([group.rank + 0.5]), "x"))
-    assert [float(one) for one in sums] == [4.5] * 3
-    texts = run_ranks(2, lambda group: group.control.all_gather_texts("ab"[group.rank]))
-    assert texts == [["a", "b"]] * 2
-
-
 def test_a_rank_that_waits_for_one_that_has_ended_is_told(monkeypatch):
     monkeypatch.setattr(thread_ranks, "TIMEOUT", 60.0)
 

@@ -57,12 +57,6 @@ def test_a_configuration_is_equal_to_its_reference(fuzzer, report, changes):
     assert report.identical == 1 and report.tensors > 0 and not report.refused
 
 
-def test_a_fault_is_seen(fuzzer, report):
-    with Fuzzer(report.count, FAULT) as faulty:
-        assert "expected" in faulty.evidence(SMALL) and not report.tried
-    assert fuzzer.evidence(SMALL) == "" and report.identical == 1
-
-
 def test_refused_configurations_are_counted_by_message_and_once(fuzzer, report):
     for depth in (2, 2, 5):
         assert fuzzer.evidence(replace(SMALL, depth=depth)) == ""

@@ -241,11 +241,6 @@ def test_what_the_command_refuses(tmp_path, words, message):
     assert code == 2 and message in output, output
 
 
-def test_a_config_that_is_not_there(tmp_path):
-    code, output, _ = commands.invoke("plan", tmp_path / "none.toml")
-    assert code == 2 and "none.toml" in output
-
-
 PLANNED_RUN = ("--data", "zipf:users=90,items=700,seed=1", "--dim", 8, "--steps", 20, "--batch-size", 8)
 
 

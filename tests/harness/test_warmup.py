@@ -16,7 +16,6 @@ from tritonrec.harness.train.run import Run
 from tritonrec.kernels import compilation, dispatch
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig
-from tritonrec.version import __version__
 
 COUNTED = """
 import sys
@@ -144,9 +143,3 @@ def test_the_shell_completes_commands_and_options(words, wanted):
         [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **asked}
     )
     assert wanted in done.stdout.split(), done.stderr
-
-
-def test_the_version_is_printed():
-    program = "from tritonrec.harness.cli import app; app(['--version'])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == f"tritonrec {__version__}\n" and done.returncode == 0

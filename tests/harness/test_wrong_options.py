@@ -69,18 +69,6 @@ def test_no_number_in_range(command, option, value):
     refused(command, option, value)
 
 
-@pytest.mark.parametrize("option", ["--steps", "--lr"])
-@pytest.mark.parametrize("value", ["", "x"])
-def test_no_number(option, value):
-    """What a type refuses it refuses for every option."""
-    refused("train", option, value)
-
-
-@pytest.mark.parametrize("value", ["nan", "1.5"])
-def test_no_whole_number(value):
-    refused("train", "--steps", value)
-
-
 @pytest.mark.parametrize(("command", "option"), commands.options(float))
 @pytest.mark.parametrize("value", ["nan", "-1"])
 def test_no_share_or_size(command, option, value):

@@ -299,37 +299,6 @@ def test_it_compiles_as_one_graph(name):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda low: ops.linear(some(4, 3), low(2, 3)), "x, weight and bias must share a dtype"),
-        (
-            lambda low: ops.norm_mul_dropout(some(4, 3), low(4, 3), some(3), some(3)),
-            "u must be .* torch.float32 like x",
-        ),
-        (
-            lambda low: ops.norm_mul_dropout(some(4, 3), None, low(3), low(3)),
-            "weight and bias must be torch.float32 like x",
-        ),
-        (
-            lambda low: ops.softmax_attention(some(4, 2, 3), *[low(4, 2, 3)] * 2, whole(0, 3, 4), 3),
-            "must share",
-        ),
-        (
-            lambda low: ops.sampled_softmax(*[low(2, 3)] * 2, low(2, 4, 3), torch.ones(2, 4) > 0),
-            "must be float32",
-        ),
-        (
-            lambda low: ops.scatter_rows(some(4, 3), whole(1), low(1, 3)),
-            r"values must be \(1, 3\) torch.float32",
-        ),
-    ],
-)
-def test_mixed_dtypes_without_autocast_are_refused(function, message):
-    with pytest.raises(ValueError, match=message):
-        function(lambda *shape: some(*shape).bfloat16())
-
-
 @pytest.mark.parametrize(("impl", "dtype"), PAIRS)
 @pytest.mark.parametrize("consistency", ["window", "batch"])
 def test_sums_of_lower_precision(impl, dtype, consistency):

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from impls import GPU, HOST_TRITON, IMPLS, TRITON, on
+from impls import HOST_TRITON, IMPLS, TRITON, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels import row_layout
@@ -108,23 +106,3 @@ def test_owners_are_balanced(keys):
     """Sequential and strided ids spread like random ones: chi-squared with 7 degrees, 1e-6 of the tail."""
     _, counts = bucketize(keys, 8)
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 40.6
-
-
-@given(
-    keys=st.lists(st.integers(SMALLEST, LARGEST), max_size=40),
-    world_size=st.integers(1, 20),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_is_a_stable_sort_by_owner(keys, world_size, impl):
-    check(torch.tensor(keys, dtype=torch.int64), world_size, impl)
-
-
-@given(
-    data=st.data(),
-    num_buckets=st.one_of(st.integers(1, 9), st.integers(60, 70)),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_known_buckets_are_stably_sorted(data, num_buckets, impl):
-    buckets = data.draw(st.lists(st.integers(0, num_buckets - 1), max_size=40))
-    count = data.draw(st.one_of(st.none(), st.integers(-1, 41)))
-    check_sort(torch.tensor(buckets, dtype=torch.int64), num_buckets, impl, count)

@@ -6,8 +6,6 @@ import weakref
 import no_sync
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON
 from speeds import slow_except
 
@@ -129,18 +127,6 @@ def test_equals_the_reference(impl, shape):
 @pytest.mark.parametrize("impl", FAST)
 def test_numbers_of_rows_around_a_block(impl, number):
     check((5, 3, 4), 40, number, impl)
-
-
-@given(
-    shape=st.tuples(st.integers(1, 9), st.integers(0, 6), st.integers(1, 6)),
-    count=st.integers(0, 20),
-    number=st.integers(0, 40),
-    seed=st.integers(0, 99),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_any_shape_equals_the_reference(shape, count, number, seed, impl):
-    chunk_rows, dim, width = shape
-    check((chunk_rows, min(dim, width), width), count, number, impl, seed)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -274,15 +260,6 @@ def test_a_table_of_addresses_keeps_its_chunks_and_nothing_keeps_the_table():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(Rows((5, 3, 4), 20, "cpu").places)
-
-
-def test_a_table_of_addresses_keeps_its_chunks_which_are_contiguous():
-    chunks = [torch.zeros(4, 2), torch.ones(3)]
-    table = addresses(chunks, torch.device("cpu"))
-    assert table.tolist() == [each.data_ptr() for each in chunks]
-    assert all(one is two for one, two in zip(address_table.chunks_behind(table), chunks, strict=True))
-    with pytest.raises(ValueError, match=r"chunk 1 of shape \(4,\) has strides \(2,\)"):
-        addresses([torch.zeros(4), torch.zeros(8)[::2]], torch.device("cpu"))
 
 
 def test_chunks_on_a_device_without_its_number():

@@ -7,7 +7,6 @@ import torch
 
 from tritonrec import ops
 from tritonrec.kernels.deferred import NONE, DeferredErrors
-from tritonrec.kernels.fixed_point.errors import late_error
 
 
 def add(row, column, name, impl="triton"):
@@ -66,19 +65,6 @@ def test_an_implementation_that_knows_the_value_raises_it_at_once(impl):
         add(7, 2, "here", impl)
 
 
-def test_an_error_that_is_dropped_is_told_once():
-    errors = DeferredErrors(drops=True)
-    errors.refuse(OverflowError())
-    assert [bool(errors.dropped(torch.device("cpu"))) for _ in range(2)] == [True, False]
-    with pytest.raises(ValueError):
-        errors.refuse(ValueError())
-
-
-def test_an_error_whose_value_is_gone_has_its_place():
-    error = late_error("weight", 3, 36)(1 + 2 * 3 + 1)
-    assert error.index == (2, 1) and error.value is None and "weight[2, 1]" in str(error)
-
-
 def test_errors_that_are_dropped_are_told_of_once_and_others_are_kept():
     errors = DeferredErrors(drops=True)
     fine, bad = torch.full((3,), NONE), torch.tensor([NONE, 4, NONE])
@@ -89,6 +75,8 @@ def test_errors_that_are_dropped_are_told_of_once_and_others_are_kept():
     assert errors.dropped(torch.device("cpu")) and not errors.dropped(torch.device("cpu"))
     with pytest.raises(KeyError):
         errors.check()
+    with pytest.raises(ValueError):
+        errors.refuse(ValueError())
     errors.refuse(ArithmeticError())
     errors.add(fine, ArithmeticError)
     assert errors.dropped(torch.device("cpu")) and not errors.dropped(torch.device("cpu"))

@@ -4,11 +4,9 @@ import random
 
 import pytest
 import torch
-from impls import GPU, TRITON, on
+from impls import TRITON, on
 
 from tritonrec import ops
-from tritonrec.data.jagged import check_offsets as check_batch_offsets
-from tritonrec.kernels.offsets import check_lengths, check_offsets
 
 IMPLS = ["cpu", "reference", TRITON]
 BITS = 36
@@ -111,48 +109,3 @@ def test_gradients_of_samples(impl):
             x[2, column] = 1.0
         tensors = (on(impl, tensor) for tensor in (grid, dy, x, offsets))
         assert index_of(ops.linear_weight_grad, *tensors, fraction_bits=BITS, impl=impl) == expected
-
-
-WHOLE = torch.zeros(3, 2, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_a_width_that_is_none(impl):
-    widths = torch.tensor([8, 9, 0x84, 255, 0x85], dtype=torch.uint8)
-    for call in (
-        lambda: ops.add_packed_rows(WHOLE, torch.zeros(5).long(), widths, widths, impl=impl),
-        lambda: ops.packed_bytes(widths, [5], 2),
-    ):
-        with pytest.raises(ValueError, match=r"^widths\[1\] = 9 must be 0 to 8 or 132"):
-            call()
-
-
-def test_offsets_and_lengths():
-    for offsets, message in [
-        ([0, 4, 3, 5, 1], r"offsets\[2\] = 3 comes after 4"),
-        ([2, 1, 5], r"offsets\[0\] must be 0, got 2"),
-        ([0, 3, -1, -5], r"offsets\[2\] = -1 comes after 3"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            check_offsets("offsets", torch.tensor(offsets), 5)
-    for offsets, message in [
-        ([0, 4, 3, -1], r"must not decrease: offsets\[2\] = 3 comes after offsets\[1\] = 4"),
-        ([0, 4, -2, -3], r"must not decrease: offsets\[2\] = -2 comes after offsets\[1\] = 4"),
-        ([-1, 4, 2], r"must start at 0: offsets\[0\] = -1"),
-        ([1, 4, 2], r"must start at 0: offsets\[0\] = 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            check_batch_offsets(torch.tensor(offsets), 5, "offsets", "ids")
-    with pytest.raises(ValueError, match="sequence 1 has 4 tokens, more than max_seq_len=3"):
-        check_lengths(torch.tensor([0, 2, 6, 20, 20]), 3)
-
-
-@pytest.mark.parametrize("impl", ["cpu", "reference"] if GPU else IMPLS)
-def test_counts_of_tokens(impl):
-    q = on(impl, torch.zeros(5, 1, 2))
-    offsets = on(impl, torch.tensor([0, 2, 3, 5]))
-    with pytest.raises(ValueError, match=r"num_targets\[1\] = 3 for a sequence with 1 tokens left"):
-        ops.hstu_attention(
-            q, q, q, offsets, 3, alpha=1.0, scaling_seqlen=1, impl=impl,
-            mask=ops.HSTUMask(on(impl, torch.tensor([2, 3, -9]))),
-        )  # fmt: skip

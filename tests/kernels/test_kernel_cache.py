@@ -78,11 +78,6 @@ def test_a_changed_constant_changes_the_digest_and_what_no_kernel_names_does_not
     assert first != digest_with(constants="LIMIT = 4\n")
 
 
-def test_helpers_of_other_files_count_in_kernels_of_this_package():
-    held, _constants = kernel_cache._held_by(numba_hash_table.hash_find.py_func)
-    assert {Path(file).name for file in held} >= {"numba_hash_table.py", "numba_intrinsics.py"}
-
-
 @pytest.mark.parametrize("kernel", [numba_hash_table.hash_find, numba_norm_linear_silu.forward])
 def test_a_digest_is_that_of_the_package_alone_wherever_it_lies(kernel, monkeypatch):
     """A wheel's kernels are compiled in another folder, and a library's folder lies before or behind it."""

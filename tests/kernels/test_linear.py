@@ -5,8 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from hypothesis import given
-from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 
 from tritonrec.kernels.fixed_point.errors import ExactSumError
@@ -258,49 +256,8 @@ def test_a_sum_never_wraps(impl, sign):
             linear_weight_grad(sums, *arguments, impl=impl)
 
 
-@given(data=st.data())
-def test_any_cut_of_any_batch_adds_up_the_same(data):
-    lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
-    inputs, outputs = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    x = torch.randn(int(ends[-1]), inputs, generator=generator)
-    dy = torch.randn(int(ends[-1]), outputs, generator=generator)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    whole, sums = (torch.zeros(outputs, inputs, dtype=torch.int64) for _ in range(2))
-    linear_weight_grad(whole, dy, x, ends)
-    cut = data.draw(st.integers(0, len(lengths)))
-    for part in (ends[cut:], ends[: cut + 1]):
-        rows = slice(int(part[0]), int(part[-1]))
-        linear_weight_grad(sums, dy[rows], x[rows], part - part[0])
-        assert torch.equal(linear(x[rows], weight), linear(x, weight)[rows])
-    assert torch.equal(sums, whole)
-
-
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: weight_grad(seq_offsets=torch.tensor([0, 3])), "seq_offsets must end at the 4 tokens"),
-        (lambda: weight_grad(seq_offsets=torch.tensor([0, 3, 2, 4])), r"seq_offsets\[2\] = 2 comes after 3"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def weight_grad(**change):
-    arguments = {
-        "accumulator": zeros(2, 3, dtype=torch.int64),
-        "dy": zeros(4, 2),
-        "x": zeros(4, 3),
-        "seq_offsets": torch.tensor([0, 4]),
-    }
-    return linear_weight_grad(**(arguments | change))
 
 
 @pytest.mark.parametrize("inner", [13, 16, 48, 64, 80, 128, 130])

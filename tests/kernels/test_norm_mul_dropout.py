@@ -3,8 +3,6 @@
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from hypothesis import given
-from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_on_triton
 
@@ -181,25 +179,6 @@ def test_a_constant_row_has_no_infinite_gradient(impl):
     tensors[0][3] = 5.0
     for value in gradients(impl, tensors):
         assert torch.isfinite(value).all()
-
-
-@given(
-    dim=st.integers(1, 70),
-    ids=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6),
-    position=st.integers(-(2**31), 2**31),
-    p=st.sampled_from([0.0, 0.2, 0.9]),
-    at=st.integers(0, 5),
-)
-def test_a_row_alone(dim, ids, position, p, at):
-    rows = len(ids)
-    x, u, dy = torch.randn(3, rows, dim, generator=torch.Generator().manual_seed(dim))
-    weight, bias = torch.randn(2, dim, generator=torch.Generator().manual_seed(rows))
-    sites = torch.tensor(ids), torch.arange(rows) + position
-    row = slice(at % rows, at % rows + 1)
-    whole = gradients("cpu", (x, u, weight, bias, dy), *sites, p=p)
-    alone = gradients("cpu", (x[row], u[row], weight, bias, dy[row]), *(s[row] for s in sites), p=p)
-    for one, every in zip(alone[:3], whole[:3], strict=True):
-        assert torch.equal(one, every[row])
 
 
 @pytest.mark.parametrize("dim", [130, 256])

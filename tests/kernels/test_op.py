@@ -9,7 +9,6 @@ import torch
 from dispatched import DispatchedOps
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -136,20 +135,6 @@ def test_a_mode_that_begins_after_forward_sees_backward():
     assert dispatched.names == [BACKWARD] and all(map(torch.equal, got, expected))
 
 
-def test_a_second_derivative_is_refused():
-    do, leaves, attend = attention()
-    dq, *_ = torch.autograd.grad(attend(*leaves), leaves, do, create_graph=True)
-    with pytest.raises(RuntimeError, match=BACKWARD):
-        torch.autograd.grad(dq.sum(), leaves)
-
-
-def test_a_derivative_of_fake_tensors_has_shapes_only():
-    do, leaves, attend = attention()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        got = results(mode.from_tensor(do), [mode.from_tensor(leaf) for leaf in leaves], attend)
-    assert [value.shape for value in got] == [do.shape, *(leaf.shape for leaf in leaves)]
-
-
 def test_a_compiled_graph_has_the_ops():
     do, leaves, attend = attention()
     graphs = []
@@ -170,14 +155,6 @@ def test_an_exported_program_has_the_op(strict):
     layer.forward = attend
     exported = torch.export.export(layer, tuple(leaf.detach() for leaf in leaves), strict=strict)
     assert torch.ops.tritonrec.hstu_attention.default in {node.target for node in exported.graph.nodes}
-
-
-def test_the_profiler_names_the_ops():
-    do, leaves, attend = attention()
-    with torch.autograd.profiler.profile() as profile:
-        results(do, leaves, attend)
-    names = {event.key for event in profile.key_averages()}
-    assert {f"tritonrec::{FORWARD}", f"tritonrec::{BACKWARD}"} <= names
 
 
 def test_a_profiler_of_all_threads_names_the_ops_of_a_thread_that_was_up_before():
@@ -204,20 +181,6 @@ def test_a_number_that_differs_from_call_to_call_compiles_one_graph():
     for size in (3, 5, 9, 17):
         assert torch.equal(owners(KEYS, size), ops.owner_of(KEYS, size))
     assert len(graphs) <= 2
-
-
-@pytest.mark.parametrize(
-    "squares",
-    [
-        lambda x: ops.gather_rows(x, torch.tensor([1, 0, 1])).square().sum(),
-        lambda x: ops.segment_sum(x, torch.tensor([1, 1]), 3).square().sum(),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_second_derivatives_all_at_once(squares):
-    x = some(2, 2)
-    together = torch.autograd.functional.hessian(squares, x, vectorize=True)
-    assert torch.equal(together, torch.autograd.functional.hessian(squares, x))
 
 
 def test_a_schema_that_is_none_is_refused():

@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from impls import GPU, IMPLS, TRITON, on
+from impls import IMPLS, TRITON, on
 from poison import poisoned_memory
 
 from tritonrec.kernels.fixed_point.errors import ExactSumError
 from tritonrec.kernels.fixed_point.op import to_fixed_point
 from tritonrec.kernels.packed_rows import op
 from tritonrec.kernels.packed_rows.op import FLOAT, add_packed_rows, pack_rows, packed_bytes
-from tritonrec.kernels.rows.op import gather_rows, segment_sum
+from tritonrec.kernels.rows.op import segment_sum
 
 LEAST, MOST = -(2**63), 2**63 - 1
 EDGES = [
@@ -228,46 +226,6 @@ def test_bytes_of_no_groups_and_of_empty_ones():
     assert packed_bytes(widths, [0, 2, 0, 2], 5) == [0, 15, 0, 60]
     assert packed_bytes(widths[:0], [], 5) == [] and packed_bytes(widths[:0], [0, 0], 5) == [0, 0]
     assert packed_bytes(widths, [4], 0) == [0]
-
-
-@st.composite
-def rows_of_any_kind(draw):
-    dim = draw(st.integers(1, 4))
-    anything = st.integers(LEAST, MOST)
-    short = st.builds(lambda m, s: m << s, st.integers(-(2**24), 2**24), st.integers(0, 38))
-    slightly = st.builds(lambda m, s: m << s, st.integers(-(2**25), 2**25), st.integers(0, 37))
-    element = draw(
-        st.sampled_from([anything, short, slightly, st.sampled_from(EDGES), st.integers(-300, 300)])
-    )
-    rows = draw(st.lists(st.lists(element, min_size=dim, max_size=dim), min_size=1, max_size=5))
-    return torch.tensor(rows, dtype=torch.int64).view(len(rows), dim)
-
-
-@pytest.mark.slow
-@given(data=st.data())
-def test_adding_packed_rows_is_adding_the_rows(data):
-    values = data.draw(rows_of_any_kind())
-    count, dim = values.shape
-    rows = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), max_size=10)), dtype=torch.int64)
-    places = st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows))
-    segments = torch.tensor(data.draw(places), dtype=torch.int64)
-    out = torch.full((4, dim), data.draw(st.sampled_from([0, -1, 2**62])))
-    expected, error = out.clone(), ""
-    try:
-        segment_sum(
-            gather_rows(values, rows), segments, 4, consistency="batch", out=expected, impl="reference"
-        )
-    except ExactSumError as refused:
-        error = str(refused)
-    for impl in ["reference", "cpu"] if GPU else ["reference", "cpu", "triton"]:
-        widths, packed = pack_rows(values, rows, impl=impl)
-        sums = out.clone()
-        if error:
-            with pytest.raises(ExactSumError) as caught:
-                add_packed_rows(sums, segments, widths, packed, impl=impl)
-            assert str(caught.value) == error
-        else:
-            assert torch.equal(add_packed_rows(sums, segments, widths, packed, impl=impl), expected)
 
 
 def test_bytes_of_rows_that_have_less_than_no_columns():

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from impls import GPU, IMPLS, TRITON, on
 from poison import poisoned_memory
 
@@ -214,26 +212,6 @@ def test_a_value_without_a_number_is_put_into_the_status(impl):
         on(impl, values[:2]), segments[:2], 2, consistency="batch", out=full, impl=impl, status=status.zero_()
     )
     assert int(status) == 1
-
-
-@given(
-    keys=st.lists(st.one_of(st.integers(-3, 3), st.sampled_from([SMALLEST, LARGEST])), max_size=20),
-    count=st.integers(-2, 25),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_unique_of_any_keys_and_count(keys, count, impl):
-    check_unique(torch.tensor(keys, dtype=torch.int64), count, impl)
-
-
-@given(
-    left=st.lists(st.integers(-9, 9), unique=True, max_size=15),
-    right=st.lists(st.integers(-9, 9), unique=True, max_size=15),
-    counts=st.tuples(st.integers(-2, 18), st.integers(-2, 18)),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_intersect_of_any_keys_and_counts(left, right, counts, impl):
-    left, right = (torch.tensor(keys, dtype=torch.int64) for keys in (left, right))
-    check_intersect(left, right, *counts, impl)
 
 
 def test_a_status_keeps_the_first_code():

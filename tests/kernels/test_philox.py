@@ -5,8 +5,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
-from hypothesis import strategies as st
 from impls import TRITON, on
 
 from tritonrec.kernels.philox import reference
@@ -102,7 +100,7 @@ def test_row_counts_around_a_tile(impl, num_rows):
 @pytest.mark.parametrize("upper", [1, 7, 100003, 2**32])
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 def test_random_indices_equal_the_reference(impl, upper, count):
-    positions = torch.arange(KEYS.numel()) * 3
+    positions = KEYS.flip(0) + 3
     arguments = (on(impl, KEYS), on(impl, positions), count, upper)
     indices = random_indices(4, 2, LARGEST, *arguments, impl=impl).cpu()
     expected = random_indices(4, 2, LARGEST, KEYS, positions, count, upper, impl="reference")
@@ -132,22 +130,6 @@ def test_distributions_are_uniform():
     indices = random_indices(0, 0, 0, keys, keys, 8, 10)
     expected = indices.numel() / 10
     assert ((torch.bincount(indices.flatten(), minlength=10) - expected) ** 2 / expected).sum() < 33.7  # 1e-4
-
-
-@given(
-    seed=st.integers(SMALLEST, LARGEST),
-    table=st.integers(0, 2**32 - 1),
-    keys=st.lists(st.integers(SMALLEST, LARGEST), max_size=4),
-    dim=st.integers(0, 9),
-    scale=st.floats(0, 100, allow_subnormal=False),
-    upper=st.integers(1, 2**32),
-)
-def test_cpu_equals_reference_everywhere(seed, table, keys, dim, scale, upper):
-    keys = torch.tensor(keys, dtype=torch.int64)
-    rows = initial_rows(seed, table, keys, dim, scale)
-    assert torch.equal(rows, initial_rows(seed, table, keys, dim, scale, impl="reference"))
-    arguments = (seed, table, seed, keys, keys.flip(0), dim, upper)
-    assert torch.equal(random_indices(*arguments), random_indices(*arguments, impl="reference"))
 
 
 def test_derived_seeds_fit_int64_and_differ():

@@ -9,7 +9,6 @@ from float_error import assert_error_at_most_twice
 from impls import IMPLS, on
 from speeds import slow_on_triton
 
-from tritonrec.kernels.head_layout import flat_heads
 from tritonrec.kernels.relative_aggregate.op import RELATIVE_AGGREGATE_BACKWARD, relative_aggregate
 
 RESULTS = ("out", "dv", "dtable")
@@ -130,56 +129,6 @@ def test_buckets_are_written_out(impl):
     assert got[2].tolist() == [[[4, 3, 2, 1, 0, 0, 0, 0]], [[1, 0, 0, 0, 0, 0, 0, 0]]]
     got = run(impl, (v, v, table[:, :2]), (offsets, 4, None))
     assert got[0].flatten().tolist() == [1, 1.5, 2, 2.5, 1] and got[2][0].tolist() == [[4, 6]]
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_token_sees_no_later_token(impl):
-    (do, v, table), (offsets, longest, times) = case("odd_dim")
-    before = run(impl, (do, v, table), (offsets, longest, times))
-    late, early = v.clone(), do.clone()
-    late[15:21] += 1
-    early[:10] += 1
-    after = run(impl, (early, late, table), (offsets, longest, times))
-    assert torch.equal(before[0][:15], after[0][:15]) and (before[0][15:21] != after[0][15:21]).all()
-    assert torch.equal(before[1][10:], after[1][10:]) and (before[1][:10] != after[1][:10]).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seq_offsets": torch.tensor([1, 3, 5])}, r"seq_offsets\[0\] must be 0"),
-        ({"seq_offsets": torch.tensor([0, 3, 4])}, "end at the 5 tokens"),
-        ({"max_seq_len": 2}, "sequence 0 has 3 tokens, more than max_seq_len=2"),
-    ],
-)
-@pytest.mark.parametrize("impl", IMPLS[:2])
-def test_what_does_not_fit_is_refused(impl, change, message):
-    fits = {
-        "v": torch.ones(5, 2, 3), "table": torch.ones(2, 4), "seq_offsets": torch.tensor([0, 3, 5]),
-        "max_seq_len": 3, "timestamps": torch.arange(5), "impl": impl,
-    }  # fmt: skip
-    relative_aggregate(**fits)
-    with pytest.raises(ValueError, match=message):
-        relative_aggregate(**{**fits, **change})
-
-
-@pytest.mark.parametrize("cut", [None, "heads", "tokens", "dim", "every other"])
-def test_a_flat_view_reaches_every_element_and_no_further(cut):
-    whole = torch.randn(4, 3, 6)
-    parts = {
-        "heads": whole[:, 1:],
-        "tokens": whole[::2],
-        "dim": whole[..., :4],
-        "every other": whole[..., ::2],
-    }
-    some = parts.get(cut, whole)
-    flat, token_stride, head_stride = flat_heads(some)
-    tokens, heads, dim = some.shape
-    for token in range(tokens):
-        for head in range(heads):
-            start = int(token_stride) * token + int(head_stride) * head
-            assert flat[start : start + dim].tolist() == some[token, head].tolist()
-    assert start + dim == len(flat)
 
 
 def test_more_buckets_than_an_index_reaches_are_refused():

@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from float_error import assert_error_at_most_twice
-from hypothesis import given
-from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,25 +105,6 @@ def test_not_a_number_shows(impl):
 def test_the_temperature_is_one_by_default(impl):
     tensors = [on(impl, tensor) for tensor in case("odd_dim")[:4]]
     assert torch.equal(sampled_softmax(*tensors, impl=impl), sampled_softmax(*tensors, 1.0, impl=impl))
-
-
-@given(
-    tokens=st.integers(1, 6),
-    count=st.integers(0, 9),
-    dim=st.integers(1, 40),
-    seed=st.integers(0, 99),
-    at=st.integers(0, 5),
-)
-def test_a_token_alone(tokens, count, dim, seed, at):
-    generator = torch.Generator().manual_seed(seed)
-    hidden, positive = torch.randn(2, tokens, dim, generator=generator) * 3
-    negatives = torch.randn(tokens, count, dim, generator=generator) * 3
-    valid = torch.rand(tokens, count, generator=generator) > 0.5
-    tensors = (hidden, positive, negatives, valid, torch.randn(tokens, generator=generator))
-    rows = torch.tensor([at % tokens])
-    whole = gradients(ours("cpu"), *tensors)
-    for some, every in zip(gradients(ours("cpu"), *(t[rows] for t in tensors)), whole, strict=True):
-        assert torch.equal(some, every[rows])
 
 
 def by_rows(name, seed=0):

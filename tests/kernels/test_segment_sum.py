@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from impls import IMPLS, TRITON, on
 from speeds import slow_except
 
@@ -208,28 +206,6 @@ def test_exact_sums_are_not_differentiable_and_out_refuses_gradients():
         segment_sum(values, segments, count, out=torch.zeros(count, 13))
 
 
-@given(data=st.data())
-def test_batch_equals_unbounded_integers(data):
-    dim = data.draw(st.integers(1, 3))
-    count = data.draw(st.integers(1, 4))
-    bits = data.draw(st.integers(0, 36))
-    number = st.floats(-(2.0**25), 2.0**25, width=32)
-    rows = data.draw(st.lists(st.lists(number, min_size=dim, max_size=dim), max_size=12))
-    segments = data.draw(st.lists(st.integers(0, count - 1), min_size=len(rows), max_size=len(rows)))
-    values = torch.tensor(rows, dtype=torch.float32).view(len(rows), dim)
-    keys = torch.tensor(segments, dtype=torch.int64)
-    try:
-        got = segment_sum(values, keys, count, consistency="batch", fraction_bits=bits)
-    except ExactSumError as error:
-        with pytest.raises(ExactSumError) as expected:
-            segment_sum(values, keys, count, consistency="batch", fraction_bits=bits, impl="reference")
-        assert str(error) == str(expected.value)
-    else:
-        assert torch.equal(
-            got, segment_sum(values, keys, count, consistency="batch", fraction_bits=bits, impl="reference")
-        )
-
-
 @pytest.mark.parametrize("dim", [5, 33, 64, 128])
 @HOW
 @pytest.mark.parametrize("impl", IMPLS)
@@ -285,16 +261,6 @@ def test_segments_of_any_length_are_added_up_in_parts(impl, name, way, parts_of_
             impl=impl,
         )  # fmt: skip
     assert torch.equal(out.cpu(), start.index_add(0, segments[:valid], terms[:valid]))
-
-
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17]), min_size=2, max_size=5))
-@pytest.mark.parametrize("impl", [TRITON])
-def test_parts_never_change_a_sum(impl, lengths, parts_of_four):
-    segments = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    terms = (torch.arange(len(segments)) + 1).view(-1, 1) * 7919
-    got = segment_sum(on(impl, terms), on(impl, segments), len(lengths), consistency="batch", impl=impl)
-    assert torch.equal(got.cpu(), torch.zeros(len(lengths), 1).long().index_add(0, segments, terms))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from impls import GPU, IMPLS, on
+from impls import IMPLS, on
 from murmur_inverse import key_with_hash
 
 from tritonrec.kernels.unique.numba_unique import FIRST_KEYS
@@ -86,14 +84,6 @@ def test_a_burst_of_new_keys_after_few():
     keys = torch.cat([torch.zeros(50_000, dtype=torch.int64), torch.arange(40_000)])
     for got, expected in zip(unique(keys), unique(keys, impl="reference"), strict=True):
         assert torch.equal(got, expected)
-
-
-@given(
-    keys=st.lists(st.one_of(st.integers(-3, 3), st.integers(SMALLEST, LARGEST)), max_size=60),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_is_the_dict_for_any_keys(keys, impl):
-    check(torch.tensor(keys, dtype=torch.int64), impl)
 
 
 @pytest.mark.parametrize("size", [2**31, 2**31 - 1])

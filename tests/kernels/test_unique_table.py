@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from impls import GPU, IMPLS, TRITON, on
-from test_intersect import LARGEST, SMALLEST
+from impls import IMPLS, TRITON, on
 from test_unique import KEYS, colliding
 
 from tritonrec import ops
@@ -64,18 +61,6 @@ def test_a_table_of_other_keys_leads_to_no_other_memory(impl):
     wild = on(impl, torch.tensor([20, 25, 299, 7], dtype=torch.int32))
     here, there = ops.intersect(left, right, table=wild, impl=impl)
     assert here.tolist() == there.tolist() and set(there.tolist()) <= {7}
-
-
-@given(
-    left=st.lists(st.one_of(st.integers(-9, 9), st.integers(SMALLEST, LARGEST)), unique=True, max_size=20),
-    keys=st.lists(st.one_of(st.integers(-9, 9), st.sampled_from([SMALLEST, LARGEST])), max_size=40),
-    count=st.one_of(st.none(), st.integers(-1, 45)),
-    impl=st.sampled_from(["cpu"] if GPU else ["cpu", "triton"]),
-)
-def test_the_matches_are_the_same_for_any_keys(left, keys, count, impl):
-    check(
-        torch.tensor(left, dtype=torch.int64), torch.tensor(keys + left[::3], dtype=torch.int64), impl, count
-    )
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,8 @@ def test_every_count_is_met():
 @pytest.mark.parametrize("op", BEHIND)
 def test_what_lies_behind_the_count_is_not_read(op, impl):
     """Results begin with those of the entries that hold, and nothing else is written."""
-    for size in [size for size in accepted(op) if arguments(op, size)[BEHIND[op][0]].dim()]:
+    sizes = {"empty", "one", "ample", "any_0"} & {*accepted(op)}
+    for size in [size for size in sizes if arguments(op, size)[BEHIND[op][0]].dim()]:
         names = [name for name in BEHIND[op] if arguments(op, size)[name] is not None]
         names = names[:-1] if len(names) == 3 else names  # values of a source are as many as they are
         length = len(arguments(op, size)[names[0]])

@@ -111,6 +111,7 @@ CHANGES = {
     "another_dtype": another_dtype,
     "int32": lambda value: None if value.is_floating_point() else value.int(),
     "complex": lambda value: value.to(torch.complex64),
+    "bfloat16": lambda value: value.bfloat16() if value.is_floating_point() else None,
     "a_dimension_more": lambda value: value[None].clone(),
     "a_dimension_less": lambda value: value[0].clone() if len(value.shape) and len(value) else None,
     "a_row_less": lambda value: value[:-1].clone() if value.dim() and len(value) else None,
@@ -214,6 +215,34 @@ def test_every_op_that_writes_is_met():
     assert isinstance(outcome("silu", {"x": np.ones(3)}, "cpu"), str)
 
 
+OFFSETS = [(op, name) for op, name in TENSORS if name.endswith("offsets") and op != "linear"]
+"""Of all ops that read them: `linear` gives its own to the gradient's."""
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize(("op", "name"), OFFSETS)
+def test_offsets_that_do_not_cut_the_tokens_are_refused(op, name, impl):
+    """By their name and the first bad entry, before anything is written; and so are longer sequences."""
+    given, _ = given_of(op)
+    offsets, last = given[name], len(given[name]) - 1
+    changes = [
+        (offsets + 1, rf"{name}\[0\] must be 0, got 1"),
+        (torch.cat([offsets[:-1], offsets[-1:] + 1]), rf"{name} must end at the {int(offsets[-1])} tokens"),
+        (torch.cat([offsets[:-1], -offsets[-1:] - 1]), rf"{name}\[{last}\] = -\d+ comes after"),
+    ]
+    for other, message in changes:
+        given, before = given_of(op, **{name: other})
+        with pytest.raises(ValueError, match=f"^{message}"):
+            OPS[op](*given.values(), impl=impl)
+        assert_unwritten(given, before)
+    if "max_seq_len" in NAMES[op]:
+        tables = {"bias", "pos_weights"} & {*NAMES[op]}  # have its size
+        given, before = given_of(op, max_seq_len=0, **dict.fromkeys(tables))
+        with pytest.raises(ValueError, match=r"sequence \d+ has \d+ tokens, more than max_seq_len=0"):
+            OPS[op](*given.values(), impl=impl)
+        assert_unwritten(given, before)
+
+
 NAN, INF = float("nan"), float("inf")
 NUMBERS = {
     "fraction_bits": (-1, 63), "p": (-0.1, 1.0, NAN), "world_size": (0, 2**31), "num_buckets": (0, 2**31),
@@ -280,3 +309,6 @@ def test_the_first_row_outside_is_refused_before_anything_is_written(op, name, i
 def test_rows_are_numbered_in_these():
     assert {"gather_rows", "scatter_rows", "segment_sum_into", "pack_rows", "add_packed_rows", "sparse_adam",
             "counting_sort"} <= {op for op, _ in NUMBERED}  # fmt: skip
+    assert {"hstu_attention", "softmax_attention", "relative_aggregate", "linear_weight_grad"} <= {
+        op for op, _ in OFFSETS
+    }
