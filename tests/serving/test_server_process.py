@@ -197,7 +197,8 @@ def test_the_end_of_an_answer_does_not_wait_for_the_client(paths, monkeypatch):
     """Head and body are two writes: Nagle's algorithm keeps the second one for 40 ms."""
 
     def run(_, sockets):
-        with sockets[0], socket.create_connection(sockets[0].getsockname()), sockets[0].accept()[0] as accepted:
+        here = sockets[0]
+        with here, socket.create_connection(here.getsockname()), here.accept()[0] as accepted:
             delays.append(not accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
     delays = []
