@@ -137,6 +137,7 @@ def damaged_exports(path):
             yield f"{value} {place}", "manifest.json", json.dumps(add_checksum(body)).encode()
 
 
+@pytest.mark.slow  # test_export_manifest.py has one value of each kind
 @pytest.mark.filterwarnings("ignore:the export says")
 def test_a_server_starts_with_the_whole_model_or_names_what_is_wrong(tmp_path):
     export_hstu(tmp_path)
