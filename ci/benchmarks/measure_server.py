@@ -7,9 +7,10 @@ The same exported HSTU (2 layers, 64 dimensions, 50 events, 10,000 items) and th
 of 20 to 50 events, the best 10 items without it. The peer has one process too, computes each request in
 FastAPI's threads by the exported program, one product with all items and topk, and has no batches. Answers of
 both are compared with the Predictor's before a time counts, ours during all runs too, in every bit. Servers
-take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load each connection pauses so that
-half of the smaller of both saturated rates comes. Then the same load on ours with slow clients and hostile
-bodies beside it.
+take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load each connection pauses at random,
+so that half of the smaller of both saturated rates comes (equal pauses would bring all connections' requests
+at one moment for ever: a batch answers them at one time). One client asks without pauses. Then saturation of
+ours again with slow clients and hostile bodies beside it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SCRIPT = """
 local bodies, at = {}, 0
 for line in io.lines("BODIES") do bodies[#bodies + 1] = line end
 function init(args) at = math.random(#bodies) end
-function delay() return PAUSE end
+function delay() return math.floor(-PAUSE * math.log(1 - math.random())) end
 function request()
   at = at % #bodies + 1
   return wrk.format("POST", "/retrieve", {["content-type"] = "application/json"}, bodies[at])
@@ -138,11 +139,13 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def wrk(port: int, folder: Path, seconds: float, pause: float = 0) -> dict[str, float]:
-    """Requests per second, milliseconds, and errors. pause: of a connection, in milliseconds."""
+def wrk(
+    port: int, folder: Path, seconds: float, pause: float = 0, connections: int = CONNECTIONS
+) -> dict[str, float]:
+    """Requests per second, milliseconds, and errors. pause: of a connection, its mean in milliseconds."""
     script = folder / "wrk.lua"
     script.write_text(SCRIPT.replace("BODIES", str(folder / "bodies")).replace("PAUSE", str(int(pause))))
-    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds:.0f}s", "--timeout", "30s", "-s", str(script)]
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "30s", "-s", str(script)]
     shown = subprocess.run([*command, f"http://127.0.0.1:{port}"], capture_output=True, text=True, check=True)
     found = re.search(r"FOUND (.*)", shown.stdout)
     assert found, shown.stdout + shown.stderr
@@ -171,7 +174,7 @@ class Checks:
 
     def _run(self) -> None:
         for body in self.bodies * 1000:
-            if self._stop.wait(0.05):
+            if self._stop.wait(0.2):
                 return
             try:
                 answer = post(self.port, body)
@@ -235,6 +238,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "half load", ports, folder, options,
                 lambda name: CONNECTIONS / rate * 1e3 - rows["saturated"][name]["p50"] / 8,
             )  # fmt: skip
+            rows |= turns("one client", ports, folder, options, lambda name: 0, connections=1)
             stop = threading.Event()
             attack = threading.Thread(target=hostile, args=(ours, stop))
             attack.start()
@@ -254,12 +258,13 @@ def turns(
     folder: Path,
     options: argparse.Namespace,
     pause: Callable[[str], float],
+    connections: int = CONNECTIONS,
 ) -> dict[str, Any]:
     """Medians over rounds, in which the servers take turns."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
     for number in range(options.rounds):
         for name in ports if number % 2 else reversed(ports):
-            found[name].append(wrk(ports[name], folder, options.seconds, max(pause(name), 0)))
+            found[name].append(wrk(ports[name], folder, options.seconds, max(pause(name), 0), connections))
     row = {name: {key: median(each[key] for each in rows) for key in rows[0]} for name, rows in found.items()}
     for name, each in row.items():
         print(

@@ -23,6 +23,8 @@ DENSE = {
     "timestamps": False,
 }
 
+CLICKS = {"kind": "click", "program": {"file": "x", "sha256": ""}, "features": ["item", "user"], "dense": 1}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -77,6 +79,8 @@ def set_to(value, *path):
         (["features", "item"], {"table": "item"}, "pooling of features.item is 'None'"),
         (["dense"], 3, "dense is '3'"),
         (["dense"], {"kind": "click", "program": {"file": "x"}}, "sha256 of dense.program is 'None'"),
+        (["dense"], DENSE | {"max_seq_len": 0}, "dense.max_seq_len is 0"),
+        (["dense"], CLICKS, "its dense model reads a feature 'user', and it has item"),
         (["dense"], DENSE | {"layers": 3}, "dense.layers is '3'"),
         (["dense"], DENSE | {"layers": {"model": "HSTU", "config": []}}, r"config of dense.layers is '\[\]'"),
         (["dense"], DENSE | {"layers": {"model": "HSTU", "config": {}}}, "precision of dense is 'None'"),

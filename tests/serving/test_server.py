@@ -20,10 +20,11 @@ from live_parts import until
 from served_models import LONGEST, SIZES, export_dlrm, export_hstu
 
 from tritonrec.nn import HSTU
-from tritonrec.serving import Predictor
+from tritonrec.serving import Predictor, predictor
 from tritonrec.serving.server import ServerConfig
 from tritonrec.serving.server.app import create_app
 from tritonrec.serving.server.batching import Batcher
+from tritonrec.serving.server.bodies import Clicks, Retrieve
 from tritonrec.serving.server.errors import STATUS, ServerError
 from tritonrec.serving.server.follow import Following
 from tritonrec.serving.server.model import Served, Version
@@ -229,7 +230,7 @@ def test_clicks(made):
         }
         for b in batches
     ]
-    with client(plain(made, made.clicks), ServerConfig(latency=30.0)) as there:
+    with client(plain(made, made.clicks), ServerConfig(latency=30.0, timeout=60.0)) as there:
         with ThreadPoolExecutor(5) as pool:
             answers = [*pool.map(lambda body: there.post("/predict", json=body).json(), bodies)]
         for answer, batch in zip(answers, batches, strict=True):
@@ -506,6 +507,21 @@ class Trainer:
 
     def lag_seconds(self):
         return 0.25 if self.coming else 0.0
+
+
+@pytest.mark.parametrize("kind", ["ids", "clicks"])
+def test_a_version_is_made_before_it_is_served(made, monkeypatch, kind):
+    """Its layers are compared with the program's bits, for which a request would wait after each delta."""
+    path = made.clicks if kind == "clicks" else made.ids[1]
+    full, calls = made.full[path], []
+    monkeypatch.setattr(predictor, "program_or_whole", lambda *given: calls.append(given) or given[1])
+    served = Served(lambda: Predictor(full.manifest, full.tables, full.program, full.vocabularies))
+    assert len(calls) == 1
+    batch = made.loader.batch(0)
+    features = {name: lookup.ids.tolist() for name, lookup in batch.lookups().items()}
+    clicks = Clicks(dense=batch.dense.tolist(), features=features)
+    [answer] = served.answer([clicks if kind == "clicks" else Retrieve(histories=[[3, 7]], k=2)])
+    assert answer["step"] == full.step and len(calls) == 1
 
 
 def test_a_trainer_is_followed(made):

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import uvicorn
 from live_parts import until
 from served_models import SIZES, export_hstu, listening, process
 from typer.testing import CliRunner
@@ -190,6 +191,21 @@ def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, wor
     words = [str(known.get(word, word)) for word in words]
     result = CliRunner(env={"COLUMNS": "400"}).invoke(commands, ["serve", *words])
     assert result.exit_code == 2 and says in " ".join(result.output.split()), result.output
+
+
+def test_the_end_of_an_answer_does_not_wait_for_the_client(paths, monkeypatch):
+    """Head and body are two writes: Nagle's algorithm keeps the second one for 40 ms."""
+
+    def run(_, sockets):
+        here = sockets[0]
+        with here, socket.create_connection(here.getsockname()), here.accept()[0] as accepted:
+            delays.append(not accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    delays = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    serve(Source(paths[0]), ServerConfig(port=0))
+    assert delays == [False]
 
 
 def test_what_a_cache_cannot_be(paths):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +181,27 @@ def test_ranks_follow_a_trainer_and_a_reader_sees_one_step_whole(tmp_path):
         follower.close()
         publisher.close()
         training.close()
+
+
+def test_requests_come_between_while_a_rank_makes_its_next_version(monkeypatch):
+    go, asked = threading.Event(), []
+
+    def poll(until):
+        asked.append(until)
+        if not go.wait(10):
+            raise LiveError("it waited for a request that waits for it")
+
+    tables = {"item": SimpleNamespace(ids=torch.arange(3))}
+    follower = SimpleNamespace(poll=poll, sequence=5, predictor=SimpleNamespace(tables=tables))
+    monkeypatch.setattr(spread_rows, "_followers", [follower])
+    monkeypatch.setattr(spread_rows, "_making", {})
+    monkeypatch.setattr(spread_rows, "_versions", versions := {3: "before", 4: "served"})
+    assert [spread_rows._advance(None, 5, 4) for _ in range(2)] == [None, None]
+    assert versions == {3: "before", 4: "served"}
+    go.set()
+    until(lambda: (made := spread_rows._advance(None, 5, 4)) and made == (5, {"item": 3}))
+    assert spread_rows._advance(None, 5, 4) == (5, {"item": 3})  # another rank is not ready yet
+    assert versions == {4: "served", 5: tables} and asked == [5]
 
 
 def test_a_damaged_delta_is_named_and_a_dead_rank_comes_back(tmp_path):

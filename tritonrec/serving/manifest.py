@@ -127,6 +127,13 @@ def _wrong(body: Mapping[str, Any]) -> Iterator[str]:
         for name in ("features", "context", "tasks"):
             if not all(isinstance(each, str) for each in dense.get(name, ())):
                 yield f"dense.{name} has other values than names"
+        if dense.get("max_seq_len", 1) < 1:
+            yield f"dense.max_seq_len is {dense['max_seq_len']}"
+        wanted = {NEXT_ITEM: ["item"], IMPRESSION: ["item", "action"]}.get(dense["kind"], [])
+        wanted = [*wanted, *dense.get("features", ()), *dense.get("context", ())]
+        for name in wanted if dense["kind"] != SCORER else ():
+            if name not in body["features"]:
+                yield f"its dense model reads a feature {name!r}, and it has {', '.join(body['features'])}"
     named = Counter(entry["file"] for entry in entries)
     for file, times in named.most_common(1):
         if times > 1:

@@ -7,7 +7,7 @@ the dense model: it asks the ranks for the rows of a batch, and for the best of 
                                                   rank 1  rows of 1, 3, 5 ...    -- rows of 7, 9 -->
 
 Rows and searches have a version, so that a batch is answered by one step whole: ranks make the next version
-beside the one that is served, and the front goes over to it when all have it.
+beside the one that is served, on a thread, and the front goes over to it when all have it.
 
 Dimensions: B users, I items, d columns.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,8 @@ Arrays = dict[str, np.ndarray]
 NO_WEIGHTS = Share(None, 1)
 TRIES = 10
 """Tries to bring all ranks to one publication while later ones come."""
+AT_ONCE = 0.005
+"""Seconds that requests wait for a rank's next version, at most; then they and it take turns."""
 
 
 class RowRanks(Ranks):
@@ -187,7 +190,8 @@ class SpreadFollower:
             self._ranks = RowRanks(self._count, self._timeout, _follow, self._url)
         for _ in range(TRIES):
             at = self._front.sequence
-            reached = self._ranks.ask(_advance, at, self.sequence)
+            while None in (reached := self._ranks.ask(_advance, at, self.sequence)):
+                time.sleep(AT_ONCE)  # requests come between
             if all(sequence == at for sequence, _ in reached):
                 self._check(at, [rows for _, rows in reached])
                 self.predictor = SpreadRowsPredictor(self._front.predictor, self._ranks, at)
@@ -211,6 +215,9 @@ class SpreadFollower:
 _versions: dict[int, dict[str, ExportedTable]] = {}
 """Of a rank's process: tables by version."""
 _followers: list[Follower] = []
+_making: dict[int, Future[bool]] = {}
+"""The next version, by its publication."""
+_thread = ThreadPoolExecutor(1, "tritonrec next version")
 
 
 def _told(communicators: Communicators, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -233,10 +240,20 @@ def _follow(share: Share, url: str) -> None:
     _followers[:] = [Follower.open(url, share=share)]
 
 
-def _advance(_: Share, sequence: int, served: int) -> tuple[int, dict[str, int]]:
-    """Make this rank's version of a publication beside the `served` one; what it came to, and its rows."""
+def _advance(_: Share, sequence: int, served: int) -> tuple[int, dict[str, int]] | None:
+    """Make this rank's version of a publication beside the `served` one; what it came to, and its rows.
+
+    None while it is made: call again.
+    """
     (follower,) = _followers
-    follower.poll(until=sequence)
+    if sequence not in _making:
+        _making.clear()  # of another publication, which nobody waits for any more
+        _making[sequence] = _thread.submit(follower.poll, until=sequence)
+    if wait([_making[sequence]], AT_ONCE).not_done:
+        return None
+    made = _making.pop(sequence)
+    made.result()  # a failure is tried again by the next call
+    _making[sequence] = made  # while another rank is not ready, this one is called again
     at, tables = follower.sequence, follower.predictor.tables
     for version in {*_versions} - {served}:
         del _versions[version]

@@ -262,6 +262,8 @@ class Follower:
     def _check_rows(self, header: Header, tables: Mapping[str, ExportedTable], name: str) -> None:
         if self._share is not None and self._share.rank is not None:
             return  # it takes all shares; who has all ids compares their number
+        if sorted(each for names, _ in header.rows for each in names) != sorted(tables):
+            raise CorruptDeltaError(f"{name} counts rows of {header.rows}, and there are {', '.join(tables)}")
         for names, rows in header.rows:
             got = sum(len(tables[each].ids) for each in names)
             if got != rows:
@@ -344,19 +346,25 @@ def _rows_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ids (r,) ascending, weights (r, d) and erased ids (e,) of all parts, which are taken out of them."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
-    key = f"table/{table}"
-    ids = torch.cat([none, *(own.pop(f"{key}/ids", none) for own in parts)])
-    weights = torch.cat([like[:0], *(own.pop(f"{key}/weights", like[:0]) for own in parts)])
-    erased = torch.cat([none, *(own.pop(f"{key}/erased", none) for own in parts)])
-    if len(weights) != len(ids) or weights.dtype != like.dtype or ids.dtype != none.dtype:
-        raise CorruptDeltaError(
-            f"{name} has {len(ids)} ids and {tuple(weights.shape)} weights of table {table}"
-        )
+    found = []
+    for column, empty in (("ids", none), ("weights", like), ("erased", none)):
+        own = [part.pop(f"table/{table}/{column}", empty) for part in parts]
+        for each in own:  # torch.cat would make one dtype of several
+            if (each.dtype, each.shape[1:], each.dim()) != (empty.dtype, empty.shape[1:], empty.dim()):
+                raise CorruptDeltaError(
+                    f"{name} has {column} of table {table} as {each.dtype} {tuple(each.shape)}"
+                )
+        found.append(own)
+    if [*map(len, found[0])] != [*map(len, found[1])]:
+        raise CorruptDeltaError(f"{name} has other numbers of ids than of weights of table {table}")
+    ids, weights, erased = map(torch.cat, found)
     if len(parts) > 1:
         ids, order = ids.sort()
-        weights = weights[order]
-    if bool((ids[1:] <= ids[:-1]).any()):
+        weights, erased = weights[order], erased.sort().values
+    if any(bool((each[1:] <= each[:-1]).any()) for each in (ids, erased)):
         raise CorruptDeltaError(f"{name} has an id of table {table} twice")
+    if bool(torch.isin(ids, erased, assume_unique=True).any()):
+        raise CorruptDeltaError(f"{name} has a row of table {table} and erases it")
     return ids, weights, erased
 
 

@@ -91,9 +91,17 @@ class Header:
     spelled: dict[str, str]
 
     def __post_init__(self) -> None:
+        named = [
+            *self.words,
+            *self.spelled,
+            *self.spelled.values(),
+            *(each for own, _ in self.rows for each in own),
+        ]
+        if not all(isinstance(each, str) for each in named):
+            raise ValueError(f"no publication has the names {named}")
         counts = [self.epoch, self.sequence, self.part, self.parts, self.step, self.before]
         counts += [*self.words.values(), *(rows for _, rows in self.rows)]
-        if not all(type(each) is int and each >= 0 for each in counts) or not self.part < self.parts:
+        if not all(type(each) is int and 0 <= each < 2**63 for each in counts) or not self.part < self.parts:
             raise ValueError(f"no publication has {counts} as its numbers")
         if not 0 <= self.published_at < math.inf:
             raise ValueError(f"it was published at {self.published_at}")
@@ -118,7 +126,7 @@ def unpack(content: bytes, name: str) -> tuple[Header, dict[str, Tensor]]:
         told = json.loads(json.loads(body[8 : 8 + size])["__metadata__"][_HEADER])
         header = Header(**{each.name: told[each.name] for each in fields(Header)})
         return header, load(body)
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptDeltaError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
 
 

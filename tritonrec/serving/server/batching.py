@@ -27,7 +27,8 @@ class Batcher:
     """A queue and the thread that computes what is in it.
 
     A batch begins with the oldest request. It is computed when `most` users are there, or `latency` seconds
-    after that request came; meanwhile requests that come during the batch before wait anyway.
+    after that request came. Requests that come during a batch wait for the next one, so batches grow with the
+    load at a `latency` of 0 too, and a request that comes alone does not wait.
 
     Args:
         compute: gives an answer or an exception for each request of a batch, in their order.

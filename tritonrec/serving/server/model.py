@@ -237,6 +237,17 @@ def attempt(function: Callable[[Any], Any], given: Any) -> Any:
         return error
 
 
+def _first_answer(predictor: Predictor) -> None:
+    """Compute something: a first request would wait for layers that are compared, and for kernels."""
+    dense, none = predictor.manifest["dense"], torch.zeros(2, dtype=torch.int64, device="cpu")
+    if dense["kind"] == NEXT_ITEM:
+        ids, one = predictor.item_ids[:1], torch.tensor([0, 1], dtype=torch.int64, device="cpu")
+        predictor.best_without(predictor.vectors(ids, one, none[:1]), 1, none[:0], none)
+    elif dense["kind"] == CLICK:
+        given = torch.zeros(1, dense["dense"], dtype=torch.float32, device="cpu")
+        predictor.clicks(given, dict.fromkeys(dense["features"], none[:1]))
+
+
 def _parts(reads: Sequence[Read], sizes: Sequence[int]) -> Iterator[tuple[Read, slice]]:
     """Each read with its rows of a batch."""
     for read, (first, last) in zip(reads, pairwise(accumulate(sizes, initial=0)), strict=True):
@@ -292,6 +303,7 @@ class Served:
                 else:
                     users = CachedPredictor(predictor, self._model, self._memory)
             version = Version(predictor, users, self._most_users, sequence, published_at)
+            attempt(_first_answer, predictor)
             with self._answering:
                 before = self.version
                 if before is not None and before.users is not None and len(before.users):

@@ -24,7 +24,9 @@ class ServerConfig:
     workers: int = setting(1, "Processes; with several, users' events cannot be sent.", 1, 256)
     ranks: int = setting(1, "Processes that hold the tables, each a part of them.", 1, 256)
     batch: int = setting(64, "Users that are computed together, at most.", 1, 2**16)
-    latency: float = setting(2.0, "Milliseconds a request waits for others of its batch.", 0, 10_000)
+    latency: float = setting(
+        0.0, "Milliseconds a request waits for others while none is computed.", 0, 10_000
+    )
     queue: int = setting(1024, "Users that wait, at most; more are refused with 429.", 1, 2**24)
     timeout: float = setting(10.0, "Seconds of a request, and of a client to send or read one.", 0.01, 3600)
     max_body: int = setting(2**20, "Bytes of a request, at most.", 1, 2**31 - 1)
