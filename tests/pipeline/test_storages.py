@@ -38,6 +38,7 @@ OVER_RANKS = {
     **POLICIES,
     "lfu": TablePolicy(Eviction("lfu", capacity=30)),
     "ttl": TablePolicy(Eviction("ttl", ttl=1)),
+    "size": TablePolicy(Eviction("lru", capacity=60, every=3), precision=PrecisionTiers("4KiB", every=2)),
 }
 OF_CACHES = "cached", "disk_read", "disk_written"
 WINDOWS = {
@@ -56,6 +57,7 @@ CASES = [
     ("disk", "nestpipe", "lru", "no_dedup"),
     ("cached_on_disk", "nestpipe", "all", "both"), ("cached_on_disk", "dbp", "tiers", "plain"),
     ("cached_on_disk", "fwp", "lru", "no_dedup"), ("cached_on_disk", "sequential", "admission", "plain"),
+    ("device", "nestpipe", "size", "both"), ("disk", "nestpipe", "size", "both"),
 ]  # fmt: skip
 
 
@@ -100,11 +102,15 @@ def test_what_a_device_counts_is_what_the_host_counts(storage):
 
 
 CHOSEN = [
-    (storage, policy) for policy in ("lru", "lfu", "ttl", "tiers", "all") for storage in ("device", "cached")
+    (storage, policy)
+    for policy in ("lru", "lfu", "ttl", "tiers", "all", "size")
+    for storage in ("device", "cached")
 ]
 
 
-@pytest.mark.parametrize(("storage", "policy"), slow_except([("device", "all"), ("cached", "lfu")], CHOSEN))
+@pytest.mark.parametrize(
+    ("storage", "policy"), slow_except([("device", "all"), ("cached", "lfu"), ("cached", "size")], CHOSEN)
+)
 def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monkeypatch):
     """Only the first pass of a run has no lookup before it that could send the number."""
     expected, _ = trained(parts(policy), "reference", "batch", batches())
@@ -136,9 +142,10 @@ def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monk
     first, second = run_ranks(2, rank)
     keys, order = torch.cat([first[0], second[0]]).sort()
     assert same([keys, torch.cat([first[1], second[1]])[order], *first[2:]], expected)
-    assert late == [0] * len(late) and len(late) == 2 * (1 + (policy == "all"))
+    assert late == [0] * len(late) and len(late) == 2 * (1 + (policy in ("all", "size")))
     counters = [each[1].groups[0].table.counters for each in made]
     assert all(each.evicted + each.demoted for each in counters)
+    assert policy != "size" or all(each.evicted and each.demoted for each in counters)
 
 
 def test_a_state_moves_from_place_to_place_in_the_middle_of_a_run():
