@@ -116,7 +116,7 @@ def test_fewer_copies_of_the_tables_are_advised_where_they_fit(lack, copies):
     needed, tables = sum(rank.peak for rank in needs), sum(rank.tables for rank in needs)
     found = of(*ranks, replicas=4, left=needed - tables * lack // 100)
     first = found.advice()[0]
-    assert first.startswith("tables on" if copies is None else f"--replicas {copies}: every copy")
+    assert first.startswith("tables on" if copies is None else f"--replicas {copies}: one takes")
     if copies:
         assert of(*ranks, replicas=int(copies), left=found.room.left).lacking <= 0 < found.lacking
 

@@ -82,8 +82,9 @@ def sizes_of(table: DynamicTable) -> Sizes:
     storage = placement.storage
     host = storage in ("host", "disk")
     policies = sum(each is not None for each in (table.policy.eviction, table.policy.precision))
-    threshold = table.policy.precision and table.policy.precision.threshold
-    by_size = isinstance(threshold, str) and not placement.path  # a file has a place of 32 bits for each row
+    tiers, size = table.policy.precision, None
+    if tiers and isinstance(tiers.threshold, str) and not placement.path:  # a file has 32 bits for each value
+        size = len(table.layout.names) * bytes_of(tiers.threshold)
     return Sizes(
         len(table),
         0 if storage == "device" else 4 * table.row_width,
@@ -92,7 +93,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         policies if host else 0,
         bytes_of(placement.memory) if placement.path else None,
         0 if storage == "device" else 4 * table.dim,
-        len(table.layout.names) * bytes_of(threshold) if by_size else None,
+        size,
     )
 
 

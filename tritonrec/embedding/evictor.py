@@ -49,7 +49,7 @@ class Evictor(RowPolicy):
         capacity: int | None = None,
     ):
         super().__init__("score", eviction.every, RowColumn(torch.int32, device=device), layout, device)
-        self.eviction, self._layout, self._device, self._capacity = eviction, layout, device, capacity
+        self.eviction, self._device, self._capacity = eviction, device, capacity
         self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
         self.new = 0 if self._counts else NO_TIMESTAMP

@@ -36,11 +36,11 @@ class RowPolicy:
         layout: KeyLayout | None = None,
         device: torch.device | None = None,
     ):
-        self.column, self.every, self.values, self._layout = column, every, values, layout
-        # rows of each logical table
-        self._sizes = torch.zeros(
-            len(layout.names) if layout else 0, dtype=torch.int64, device=device or "cpu"
-        )
+        self.column, self.every, self.values = column, every, values
+        self._layout, self._counts_rows = layout or KeyLayout(), layout is not None
+        names = self._layout.names if self._counts_rows else ()
+        # rows of each logical table, where they are counted
+        self._sizes = torch.zeros(len(names), dtype=torch.int64, device=device or "cpu")
 
     @property
     def nbytes(self) -> int:
@@ -54,12 +54,12 @@ class RowPolicy:
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
         """Initialise the numbers of new rows, which no step has used; a handle of -1 is left out."""
         self.values[handles] = self.new
-        if self._layout is not None:
+        if self._counts_rows:
             self._sizes += self._layout.count(keys, handles >= 0)
 
     def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
         """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks."""
-        if self._layout is not None:
+        if self._counts_rows:
             self._sizes -= self._layout.count(keys, which)
 
     def sizes(self, all_reduce: AllReduce | None) -> torch.Tensor:

@@ -116,7 +116,7 @@ class AccessCounter(RowPolicy):
             keys, handles, below = unpinned_slots(rows, pinned)
             heat = self.values[handles]
             if self.by_size:
-                members, _ids = self._of(keys)
+                members, _ids = self._layout.unpack(keys)
                 positions, count = smallest_slots(heat.int(), keys, members, below, most[1:], all_reduce)
                 keys, handles = keys[positions], handles[positions]
                 below = valid(len(keys), count, keys.device)
@@ -128,7 +128,7 @@ class AccessCounter(RowPolicy):
         keys, handles, counts = unpinned_rows(rows, pinned, self.values)
         below = counts < self.threshold
         if self.by_size:
-            members, ids = self._of(keys)
+            members, ids = self._layout.unpack(keys)
             below = select_smallest(
                 counts, ids, members, torch.tensor(most[1:], dtype=torch.int64, device="cpu"), all_reduce
             )
@@ -136,10 +136,6 @@ class AccessCounter(RowPolicy):
         full = ~rows.in_low_precision(handles)
         keys, order = keys[full].sort()  # a table's own order differs from process to process
         return keys, handles[full][order]
-
-    def _of(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._layout is not None
-        return self._layout.unpack(keys)
 
 
 def round_low(

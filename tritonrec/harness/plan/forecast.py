@@ -148,13 +148,10 @@ class Forecast:
         disk = f"{in_bytes(keys)} of keys alone do not fit"
         if memory > 0:
             disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
-        fewer = [n for n in range(1, self.replicas) if self.replicas % n == 0]
-        copies = [n for n in fewer if tables * n <= left * self.replicas][-1:]
+        copies = [count for count in range(1, self.replicas) if self.replicas % count == 0]
+        copies = [count for count in copies if tables * count <= left * self.replicas][-1:]
         return [
-            *(
-                f"--replicas {n}: every copy of the tables takes {in_bytes(tables // self.replicas)}"
-                for n in copies
-            ),
+            *(f"--replicas {count}: one takes {in_bytes(tables // self.replicas)}" for count in copies),
             f"tables on {machines} machines of {len(self.ranks)} ranks each",
             f"--evict lru:{left >> 20}MiB, which keeps the rows used last",
             f"--storage disk: {disk}",
