@@ -78,6 +78,15 @@ def test_rows_on_disk_take_the_memory_of_recent_ones(tmp_path):
     assert keys <= more <= keys + 16 * table.memory()["metadata"] * 16
 
 
+def test_a_table_that_is_demoted_by_a_size_has_it_until_all_is_in_16_bits():
+    made = DynamicTable(4, 12, policy=TablePolicy(precision=PrecisionTiers("6000", every=1)))
+    for step in range(14):
+        made.lookup(torch.arange(5) + 5 * step, step)
+    sizes, stored = sizes_of(made), 48 * len(made) - made.memory()["saved_by_fp16"]
+    assert 0 <= sizes.values(65) + 5 * 48 - stored < 24  # and the rows since the last pass
+    assert [sizes.values(n) for n in (10, 62, 63, 83, 84, 200)] == [480, 2976, 2976, 2016, 2016, 4800]
+
+
 def test_of_all_tables_of_a_rank():
     rule = RowOptimizer("adam", lr=0.1)
     tables = HashTableCollection([FeatureConfig("a", 4), FeatureConfig("b", 8)], rule, slots=8)

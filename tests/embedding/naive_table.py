@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class NaiveTable:
     """The rules of `DynamicTable`, key by key.
 
     Args:
-        unpack: key -> (member, id). initial: key -> row.
+        unpack: key -> (member, id). initial: key -> row. width: of a row, for sizes.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class NaiveTable:
         dim: int,
         unpack: Callable[[int], tuple[int, int]],
         initial: Callable[[int], np.ndarray],
+        width: int = 0,
     ):
         self.policy, self.dim, self.unpack, self.initial = policy, dim, unpack, initial
+        self.width = width
+        self._size = int(policy.precision.threshold) if policy.precision else 0  # a size is bytes here
         self.entries: dict[int, Entry] = {}
         self.waiting: dict[int, tuple[int, int]] = {}  # requests, and the step of the last one
         self.recent: set[int] = set()
@@ -52,15 +56,18 @@ class NaiveTable:
 
     def lookup(self, keys: list[int], step: int) -> None:
         eviction, tiers = self.policy.eviction, self.policy.precision
-        pinned = self.recent | set(keys)
+        pinned, sizes = self.recent | set(keys), self._sizes()
         if eviction and step % eviction.every == 0:
             for key in self._victims(pinned, step):
                 del self.entries[key]
                 self.counters["evicted"] += 1
         if tiers and step % tiers.every == 0:
-            for key, entry in self.entries.items():
+            for entry in self.entries.values():
                 entry.uses //= 2
-                if key not in pinned and entry.uses < tiers.threshold and not entry.half:
+            free = [key for key in self.entries if key not in pinned]
+            for key in self._least_used(free, sizes) if self._by_size else filter(self.low, free):
+                entry = self.entries[key]
+                if not entry.half:
                     entry.row, entry.half = rounded(entry.row, self.dim), True
                     self.counters["demoted"] += 1
         if step % self.policy.admission_window == 0:
@@ -69,6 +76,25 @@ class NaiveTable:
         for key in keys:
             self._use(key, step)
         self.recent = {key for key in keys if key in self.entries}
+
+    def _sizes(self) -> Counter[int]:
+        return Counter(self.unpack(key)[0] for key in self.entries)
+
+    @property
+    def _by_size(self) -> bool:
+        return self.policy.precision is not None and isinstance(self.policy.precision.threshold, str)
+
+    def _least_used(self, free: list[int], sizes: Counter[int]) -> list[int]:
+        """Of each table that has outgrown its size those that leave it there, one more at a time."""
+        found = []
+        for member, rows in sizes.items():
+            mine = [key for key in free if self.unpack(key)[0] == member]
+            mine.sort(key=lambda key: (self.entries[key].uses, self.unpack(key)[1]))
+            low = 0
+            while low < rows and 48 * rows + self.width * (4 * (rows - low) + 2 * low) > self._size:
+                low += 1
+            found += mine[:low]
+        return found
 
     def _victims(self, pinned: set[int], step: int) -> list[int]:
         eviction = self.policy.eviction
@@ -114,14 +140,17 @@ class NaiveTable:
     def low(self, key: int) -> bool:
         """Whether the row is to be stored in 16 bits."""
         tiers = self.policy.precision
-        return tiers is not None and key in self.entries and self.entries[key].uses < tiers.threshold
+        if tiers is None or self._by_size or key not in self.entries:
+            return False
+        return self.entries[key].uses < tiers.threshold
 
     def row(self, key: int) -> np.ndarray:
         return self.entries[key].row if key in self.entries else self.initial(key)
 
-    def write(self, key: int, row: np.ndarray) -> None:
+    def write(self, key: int, row: np.ndarray, loaded: bool = False) -> None:
         entry = self.entries[key]
-        half = self.low(key) and rounded(row, self.dim).tobytes() == row.tobytes()
+        half = self.low(key) or (loaded and self._by_size)
+        half = half and rounded(row, self.dim).tobytes() == row.tobytes()
         self.counters["demoted"] += half and not entry.half
         self.counters["promoted"] += entry.half and not half
         entry.row, entry.half = row, half
@@ -130,7 +159,7 @@ class NaiveTable:
         self.waiting.pop(key, None)
         if key not in self.entries:
             self._add(key)
-        self.write(key, row)
+        self.write(key, row, loaded=True)
 
     def erase(self, key: int) -> bool:
         self.waiting.pop(key, None)
@@ -142,7 +171,8 @@ class NaiveTable:
         self.counters = dict.fromkeys(self.counters, 0)
         self.recent &= self.entries.keys()
         for key, entry in self.entries.items():
-            entry.half = self.low(key) and rounded(entry.row, self.dim).tobytes() == entry.row.tobytes()
+            half = self.low(key) or self._by_size
+            entry.half = half and rounded(entry.row, self.dim).tobytes() == entry.row.tobytes()
 
     def state(self) -> dict[str, dict[int, tuple]]:
         """By group and key: score, uses, whether recent, row's bytes; or requests and the last step."""

@@ -109,6 +109,29 @@ def test_a_row_that_is_released_is_free_in_host_memory_too():
     assert home._pools[0].end == 2
 
 
+def test_rows_in_16_bits_lie_in_the_places_of_rows_in_float32(monkeypatch):
+    home = TieredStorage(2, 3, 4)
+    every, draw = handles(*range(40)), torch.Generator().manual_seed(4)
+    home.add(every, 40)
+    values = torch.randint(-99, 99, (40, 3), generator=draw).float()
+    for step in range(60):
+        low = torch.rand(40, generator=draw) < step / 60
+        home.update(every, values, low)
+        assert torch.equal(home.gather(every), values) and torch.equal(home.in_low_precision(every), low)
+    halved, rows = home.memory()["fp16_values"], 40 * 12
+    assert halved % 12 == 0 and home.memory()["saved_by_fp16"] == 6 * int(low.sum())
+    assert home.memory()["fp32_values"] + halved == home._full.nbytes <= 2 * rows
+    assert home._pools[0].end <= 40 + 20  # these came before any place was free
+    home.update(every, values, torch.ones(40, dtype=torch.bool))
+    monkeypatch.setattr(row_storage, "MAX_ROWS", 2 * home._pools[0].end - 1)
+    home.update(every, values, torch.zeros(40, dtype=torch.bool))
+    home.update(every, values, torch.ones(40, dtype=torch.bool))  # finds halves that are free
+    fresh = TieredStorage(2, 3, 4)
+    fresh.add(every, 40)
+    with pytest.raises(MemoryError, match=r"in 16 bits has room for \d+ in float32 on one rank: use more"):
+        fresh.update(every, values, torch.ones(40, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(("lookups", "left"), [((0, 1, 2), [3, 2]), ((0, 1, 0, 2), [1, 3])])
 def test_a_row_that_neither_this_lookup_nor_the_last_one_used_may_leave(lookups, left):
     found = CachedStorage(RowStorage(2, 2, 8), 2)

@@ -120,8 +120,11 @@ def test_rows_whose_zeros_would_count_are_kept_apart(rule):
     assert names(collection(rule)) == ALONE
 
 
-def test_a_capacity_in_bytes_counts_a_tables_own_columns():
-    policy = TablePolicy(Eviction("lru", capacity="4KiB"))
+@pytest.mark.parametrize(
+    "policy",
+    [TablePolicy(Eviction("lru", capacity="4KiB")), TablePolicy(precision=PrecisionTiers("4KiB", 2))],
+)
+def test_a_size_in_bytes_counts_a_tables_own_columns(policy):
     assert names(collection(RULES["adagrad"], policy=policy)) == ALONE
 
 

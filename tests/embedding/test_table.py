@@ -48,7 +48,6 @@ def test_updated_rows_are_read_back_across_chunks(chunk_rows, policy):
 def test_the_next_chunk_is_allocated_ahead(policy):
     store = table(policy=policy)
     assert store.memory()["fp32_values"] == 2 * 4 * 5 * 4
-    assert store.memory()["fp16_values"] == (0 if policy is None else 2 * 4 * 5 * 2)
     store.lookup(torch.arange(4), 0)
     assert store.memory()["fp32_values"] == 2 * 4 * 5 * 4
     store.lookup(torch.arange(5), 1)
@@ -91,6 +90,23 @@ def test_access_counts_stop_at_255():
     store = table(policy=TablePolicy(precision=PrecisionTiers(threshold=255, every=10**6)))
     low = [bool(store.lookup(tensor([-1]), step).low_precision) for step in range(1, 301)]
     assert low == [True] * 254 + [False] * 46
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("storage", ["host", "device", "cached", "disk"])
+def test_by_a_size_the_rows_of_fewest_uses_are_in_16_bits_until_they_are_used(storage, tmp_path):
+    """Of six rows of 68 bytes, or 58 in 16 bits, four of each kind are the size."""
+    placement = Placement(storage, cache_rows=4, path=str(tmp_path) if storage == "disk" else "")
+    policy = TablePolicy(precision=PrecisionTiers(str(4 * 68 + 2 * 58), every=8))
+    store, every = table(policy=policy, placement=placement), tensor([3, 5, 7, 9, 11, 13])
+    used = [[3, 5, 7, 9, 11, 13], [3, 5, 7, 9, 11], [3, 5, 7, 11], [3, 5, 7, 11], [], [], [], [], [13], []]
+    for step, keys in enumerate(used, 1):
+        found = store.lookup(tensor(keys), step)
+        store.update(found.handles, torch.rand(len(keys), 5) + 0.1, found.low_precision)
+        low = every[store._rows.in_low_precision(store.find(every))].tolist()
+        assert low == ([] if step < 8 else [9, 13] if step == 8 else [9]), step
+    rows = store.gather(store.find(every), every)
+    assert torch.equal(rows[3, :3], rows[3, :3].half().float()) and store.counters.demoted == 2
 
 
 @pytest.mark.parametrize("storage", ["host", "cached", "disk", "cached before a disk"])

@@ -41,7 +41,11 @@ EVICTIONS = {
     "lfu": Eviction("lfu", capacity=5),
     "ttl": Eviction("ttl", ttl=2, every=2),
 }
-TIERS = {"none": None, "tiers": PrecisionTiers(threshold=2, every=3)}
+TIERS = {
+    "none": None,
+    "tiers": PrecisionTiers(threshold=2, every=3),
+    "sized": PrecisionTiers(str(4 * (48 + 4 * WIDTH) + 3), every=2),  # four rows in float32
+}
 
 
 picked_keys = st.lists(st.integers(0, 35), unique=True, max_size=9)
@@ -142,7 +146,7 @@ class TableAgainstRules(RuleBasedStateMachine):
         self.layout, self.pipelined = LAYOUTS[layout], pipelined
         self.universe = keys_of(self.layout)
         self.initial: dict[int, np.ndarray] = {}
-        self.naive = NaiveTable(self.policy, DIM, self._unpack, self._initial)
+        self.naive = NaiveTable(self.policy, DIM, self._unpack, self._initial, WIDTH)
         self.cluster = Cluster(world_size, self.policy, self.layout, self.placements[0])
         self.now = -1
         self.pending: dict[int, np.ndarray] = {}  # rows of the last step that are still in its buffer
@@ -375,6 +379,7 @@ POLICIES = [
 ]
 QUICK = [
     ("none", 1, 1, "none"), ("lru", 3, 3, "tiers"), ("lfu", 1, 1, "none"), ("ttl", 2, 1000, "tiers"),
+    ("none", 1, 1, "sized"), ("ttl", 2, 1000, "sized"),
 ]  # fmt: skip
 
 
@@ -392,7 +397,8 @@ ON_DISK = Placement("disk", path=gettempdir(), memory="150")
 
 @pytest.mark.parametrize("storage", ["device", "cached", "disk"])
 @pytest.mark.parametrize(
-    ("eviction", "admission", "tiers"), slow_except([("lru", 2, "tiers")], product(EVICTIONS, (1, 2), TIERS))
+    ("eviction", "admission", "tiers"),
+    slow_except([("lru", 2, "tiers"), ("lfu", 1, "sized")], product(EVICTIONS, (1, 2), TIERS)),
 )
 def test_policies_are_the_same_wherever_the_rows_are(storage, eviction, admission, tiers):
     policy = TablePolicy(EVICTIONS[eviction], admission, TIERS[tiers], 3)

@@ -137,7 +137,10 @@ def test_words_become_an_eviction(words, expected):
     assert eviction(words) == expected
 
 
-@pytest.mark.parametrize(("words", "expected"), [("", None), ("4:100", PrecisionTiers(4, 100))])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", None), ("4:100", PrecisionTiers(4, 100)), ("2GiB:7", PrecisionTiers("2GiB", 7))],
+)
 def test_words_become_precision_tiers(words, expected):
     assert precision_tiers(words) == expected
 
@@ -152,7 +155,10 @@ def test_words_become_precision_tiers(words, expected):
         (eviction, "lru:0GiB", "needs capacity of at least 1, got 0"),
         (eviction, "lru:2ZiB", "capacity must be bytes, or such as '512MiB' or '2GiB', got '2ZiB'"),
         (eviction, "ttl:2GiB", "--evict takes whole numbers, got 'ttl:2GiB'"),
-        (precision_tiers, "3", "--precision-tiers takes THRESHOLD:EVERY, got '3'"),
+        (precision_tiers, "3", "--precision-tiers takes THRESHOLD:EVERY or SIZE:EVERY, got '3'"),
+        (precision_tiers, "0MiB:3", "PrecisionTiers need a size of at least 1 byte, got '0MiB'"),
+        (precision_tiers, "2GiB:few", "--precision-tiers takes whole numbers, got '2GiB:few'"),
+        (precision_tiers, "2ZiB:3", "threshold of PrecisionTiers must be bytes, or such as '512MiB'"),
         (precision_tiers, "300:2", "threshold must be in .1, 255., got 300"),
     ],
 )

@@ -108,6 +108,19 @@ def test_copies_of_the_tables_are_shared_by_fewer_ranks():
     assert found.checkpoint == 7 + 1_000_000 * 108
 
 
+@pytest.mark.parametrize(("lack", "copies"), [(1, "2"), (60, "1"), (80, None)])
+def test_fewer_copies_of_the_tables_are_advised_where_they_fit(lack, copies):
+    """Four copies of 100 MB of rows and their keys, on eight ranks."""
+    ranks = [tried() for _ in range(8)]
+    needs = of(*ranks, replicas=4).ranks
+    needed, tables = sum(rank.peak for rank in needs), sum(rank.tables for rank in needs)
+    found = of(*ranks, replicas=4, left=needed - tables * lack // 100)
+    first = found.advice()[0]
+    assert first.startswith("tables on" if copies is None else f"--replicas {copies}: one takes")
+    if copies:
+        assert of(*ranks, replicas=int(copies), left=found.room.left).lacking <= 0 < found.lacking
+
+
 def test_bytes_sent_are_those_of_one_rank():
     run = replace(RUN, steps=6, mode="sequential")
     found = run_ranks(2, lambda communicators: trial(communicators, run, 6))
@@ -146,6 +159,9 @@ def test_what_lacks_and_what_would_fit():
     short = of(*ranks, rows=10_000_000, left=needed - 300 * MIB)
     assert short.lacking == 300 * MIB
     machines, evicting, disk, tiers = short.advice()
+    size = int(tiers.partition("tiers ")[2].partition("MiB:100")[0]) * MIB
+    halved = [replace(each, tables=[replace(table, size=size) for table in each.tables]) for each in ranks]
+    assert -2 * MIB <= of(*halved, rows=10_000_000, left=needed - 300 * MIB).lacking <= 0
     assert machines == "tables on 2 machines of 2 ranks each" and tiers.endswith("less")
     memory = int(disk.removeprefix("--storage disk: --disk-memory ").partition("MiB")[0]) * MIB
     assert "% of the rows in memory" in disk and memory > 100 * MIB

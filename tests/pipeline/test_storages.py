@@ -34,6 +34,7 @@ OVER_RANKS = {
     **POLICIES,
     "lfu": TablePolicy(Eviction("lfu", capacity=30)),
     "ttl": TablePolicy(Eviction("ttl", ttl=1)),
+    "size": TablePolicy(Eviction("lru", capacity=60, every=3), precision=PrecisionTiers("4KiB", every=2)),
 }
 OF_CACHES = "cached", "disk_read", "disk_written"
 
@@ -59,11 +60,15 @@ def test_every_place_has_the_bits_and_counts_of_the_host(storage):
 
 
 CHOSEN = [
-    (storage, policy) for policy in ("lru", "lfu", "ttl", "tiers", "all") for storage in ("device", "cached")
+    (storage, policy)
+    for policy in ("lru", "lfu", "ttl", "tiers", "all", "size")
+    for storage in ("device", "cached")
 ]
 
 
-@pytest.mark.parametrize(("storage", "policy"), slow_except([("device", "all"), ("cached", "lfu")], CHOSEN))
+@pytest.mark.parametrize(
+    ("storage", "policy"), slow_except([("device", "all"), ("cached", "lfu"), ("cached", "size")], CHOSEN)
+)
 def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monkeypatch):
     """Only the first pass of a run has no lookup before it that could send the number."""
     expected, _ = trained(parts(policy=OVER_RANKS[policy]), "reference", "batch", batches())
@@ -95,9 +100,10 @@ def test_two_ranks_choose_as_one_and_foresee_how_many_rows(storage, policy, monk
     first, second = run_ranks(2, rank)
     keys, order = torch.cat([first[0], second[0]]).sort()
     assert same([keys, torch.cat([first[1], second[1]])[order], *first[2:]], expected)
-    assert late == [0] * len(late) and len(late) == 2 * (1 + (policy == "all"))
+    assert late == [0] * len(late) and len(late) == 2 * (1 + (policy in ("all", "size")))
     counters = [each[1].groups[0].table.counters for each in made]
     assert all(each.evicted + each.demoted for each in counters)
+    assert policy != "size" or all(each.evicted and each.demoted for each in counters)
 
 
 def replicas_of(count):

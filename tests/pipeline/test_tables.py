@@ -84,6 +84,7 @@ POLICIES = {
     "ttl": TablePolicy(Eviction("ttl", ttl=1)),
     "admission": TablePolicy(admission=3),
     "precision": TablePolicy(precision=PrecisionTiers(2, every=2)),
+    "size": TablePolicy(precision=PrecisionTiers("4KiB", every=2)),
     "all": TablePolicy(
         Eviction("lru", capacity=30, every=2), admission=2, precision=PrecisionTiers(3, every=4)
     ),
@@ -99,7 +100,7 @@ def test_policies_go_by_steps_and_keys_whatever_the_mode(mode, name):
     expected, losses, _ = run("reference", batches(9), made[0])
     got, results, _ = run(mode, batches(9), made[1], micro_batches=3)
     plain, counters = [each[1].groups[0].table.counters for each in made]
-    did = {"admission": "rejected", "precision": "demoted"}.get(name, "evicted")
+    did = {"admission": "rejected", "precision": "demoted", "size": "demoted"}.get(name, "evicted")
     assert getattr(counters, did) > 0
     assert same(got, expected) and counters == plain
     for a, b in zip(losses, results, strict=True):

@@ -10,6 +10,7 @@ import torch
 from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
 from ..embedding.key_index import LOAD_FACTOR
+from ..embedding.policy import ROW_BYTES
 from ..pipeline.model_call import samples_of
 from ..settings import bytes_of, typed
 
@@ -32,6 +33,7 @@ class Sizes:
         keys: of the key structure; 0 where it is on a device. metadata: of scores, counts and locations.
         policies: that keep metadata. most: of values, where other rows are on disk; None: no bound.
         weight_bytes: of a row's weights; the rest of `row_bytes` are states of the optimizer.
+        size: beyond which rows are in 16 bits, with `ROW_BYTES` each; None: `PrecisionTiers` go by no size.
     """
 
     rows: int
@@ -41,10 +43,13 @@ class Sizes:
     policies: int
     most: int | None = None
     weight_bytes: int = 0
+    size: int | None = None
 
     def values(self, rows: int) -> int:
         """Bytes of the values of so many rows."""
         size = rows * self.row_bytes
+        if self.size is not None:
+            size = min(size, max(self.size - ROW_BYTES * rows, size // 2))
         return size if self.most is None else min(size, self.most)
 
     def weights(self, rows: int) -> int:
@@ -70,13 +75,16 @@ class Sizes:
 
 
 def sizes_of(table: DynamicTable) -> Sizes:
-    """Of a shard. On a device nothing is in host memory; a ``"cached"`` table has its rows there, and one
-    on disk those of recent lookups.
+    """Of a shard, with the `size` of the whole table. On a device nothing is in host memory; a ``"cached"``
+    table has its rows there, and one on disk those of recent lookups.
     """
     placement, memory = table.placement.chosen(), table.memory()
     storage = placement.storage
     host = storage in ("host", "disk")
     policies = sum(each is not None for each in (table.policy.eviction, table.policy.precision))
+    tiers, size = table.policy.precision, None
+    if tiers and isinstance(tiers.threshold, str) and not placement.path:  # a file has 32 bits for each value
+        size = len(table.layout.names) * bytes_of(tiers.threshold)
     return Sizes(
         len(table),
         0 if storage == "device" else 4 * table.row_width,
@@ -85,6 +93,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         policies if host else 0,
         bytes_of(placement.memory) if placement.path else None,
         0 if storage == "device" else 4 * table.dim,
+        size,
     )
 
 

@@ -48,12 +48,11 @@ class Evictor(RowPolicy):
         device: torch.device | None = None,
         capacity: int | None = None,
     ):
-        super().__init__("score", eviction.every, RowColumn(torch.int32, device=device))
-        self.eviction, self._layout, self._device, self._capacity = eviction, layout, device, capacity
-        # rows of each logical table
-        self._sizes = torch.zeros(len(layout.names), dtype=torch.int64, device=device or "cpu")
+        super().__init__("score", eviction.every, RowColumn(torch.int32, device=device), layout, device)
+        self.eviction, self._device, self._capacity = eviction, device, capacity
         self._missing_timestamps = False
         self._counts = eviction.policy == "lfu"
+        self.new = 0 if self._counts else NO_TIMESTAMP
         self._marks = RowColumn(torch.bool)  # of pinned rows, in a pass
         self._ages: LastSteps | None = (
             None  # of a table on the host, with lru or ttl, once a pass has made it
@@ -62,13 +61,6 @@ class Evictor(RowPolicy):
     @property
     def nbytes(self) -> int:
         return super().nbytes + self._marks.nbytes + (0 if self._ages is None else self._ages.nbytes)
-
-    def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
-        self.values[handles] = 0 if self._counts else NO_TIMESTAMP
-        self._sizes += self._layout.count(keys, handles >= 0)
-
-    def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
-        self._sizes -= self._layout.count(keys, which)
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
         self.values[handles] = self.values[handles] + 1 if self._counts else step
@@ -97,7 +89,7 @@ class Evictor(RowPolicy):
         """
         ttl, capacity = self.eviction.ttl, self._capacity
         if capacity is not None:
-            return Arriving(self._excess(capacity, all_reduce))
+            return Arriving((self.sizes(all_reduce) - capacity).clamp(min=0))
         assert ttl is not None
         _keys, handles = rows.slots_in_order()
         scores = self.values[handles]
@@ -129,20 +121,13 @@ class Evictor(RowPolicy):
             positions, count = smallest_slots(scores, keys, members, among, most, all_reduce)
         return in_order_of_keys(keys[positions], positions, count)[0], count
 
-    def _excess(self, capacity: int, all_reduce: AllReduce | None) -> torch.Tensor:
-        """How many rows each logical table has too many, (m,) int64. A capacity is of a table on all ranks:
-        each rank may have to evict though its own part is small.
-        """
-        sizes = self._sizes.clone()
-        return ((sizes if all_reduce is None else all_reduce(sizes)) - capacity).clamp(min=0)
-
     def _choose(
         self, rows: StoredTable, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None
     ) -> torch.Tensor:
         ttl, capacity = self.eviction.ttl, self._capacity
         excess = torch.zeros_like(self._sizes)
         if capacity is not None:
-            excess = self._excess(capacity, all_reduce)
+            excess = (self.sizes(all_reduce) - capacity).clamp(min=0)
             if not bool(excess.any()):
                 return torch.empty(0, dtype=torch.int64, device=self._device or "cpu")
         if self._counts:

@@ -577,7 +577,8 @@ def _mergeable(feature: FeatureConfig) -> FeatureConfig:
     """
     own, policy = feature.optimizer, feature.policy
     assert own is not None
-    by_bytes = policy.eviction is not None and isinstance(policy.eviction.capacity, str)
+    sizes = policy.eviction and policy.eviction.capacity, policy.precision and policy.precision.threshold
+    by_bytes = any(isinstance(each, str) for each in sizes)
     dim = feature.dim
     if own.keeps_zeros and not by_bytes:
         unit = max(1, (1 << dim.bit_length()) // 8)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .change_log import ChangeLog
+from .key_layout import KeyLayout
 from .pools import Arriving
 from .select import AllReduce
 from .shared_state import RowColumn, use_here
@@ -20,10 +21,26 @@ class RowPolicy:
         column: name of the numbers' column in checkpoints.
         every: steps between the passes in which it acts.
         values: the numbers by handle.
+        layout: of a policy that goes by the sizes of logical tables: maps keys to them.
+        device: of the table.
     """
 
-    def __init__(self, column: str, every: int, values: RowColumn):
+    new = 0
+    """The number of a row that no step has used."""
+
+    def __init__(
+        self,
+        column: str,
+        every: int,
+        values: RowColumn,
+        layout: KeyLayout | None = None,
+        device: torch.device | None = None,
+    ):
         self.column, self.every, self.values = column, every, values
+        self._layout, self._counts_rows = layout or KeyLayout(), layout is not None
+        names = self._layout.names if self._counts_rows else ()
+        # rows of each logical table, where they are counted
+        self._sizes = torch.zeros(len(names), dtype=torch.int64, device=device or "cpu")
 
     @property
     def nbytes(self) -> int:
@@ -36,10 +53,21 @@ class RowPolicy:
 
     def add(self, handles: torch.Tensor, keys: torch.Tensor) -> None:
         """Initialise the numbers of new rows, which no step has used; a handle of -1 is left out."""
-        self.values[handles] = 0
+        self.values[handles] = self.new
+        if self._counts_rows:
+            self._sizes += self._layout.count(keys, handles >= 0)
 
     def remove(self, keys: torch.Tensor, which: torch.Tensor) -> None:
         """Handle the erasure of those of `keys` (K,) that `which` (K,) bool marks."""
+        if self._counts_rows:
+            self._sizes -= self._layout.count(keys, which)
+
+    def sizes(self, all_reduce: AllReduce | None) -> torch.Tensor:
+        """Rows of each logical table on all ranks, (m,) int64: each rank may have to act though its own part
+        is small. Collective where `all_reduce` is given.
+        """
+        sizes = self._sizes.clone()
+        return sizes if all_reduce is None else all_reduce(sizes)
 
     def record(self, keys: torch.Tensor, handles: torch.Tensor, step: int) -> None:
         """Record the access of `step` to the rows of `keys` (K,) and `handles` (K,), distinct or -1."""

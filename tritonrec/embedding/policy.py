@@ -145,13 +145,22 @@ class PrecisionTiers:
     with a count of at least `threshold` is stored in float32. Any other is in low precision: float16 weights
     and bfloat16 optimizer state, whose range is float32's; Adam's second moment would vanish in float16.
 
+    By a size no count decides, but memory does: where a logical table, all ranks together, is larger than it
+    in float32, a pass stores its least used rows in 16 bits, as many as bring it there; of equal counts the
+    smaller ids first. A row that is used again is in float32 until the next pass, as new rows are.
+
     Args:
-        threshold: 1 to 255.
-        every: steps between halvings. A row used in every step settles just below ``2 * every``.
+        threshold: 1 to 255; or a size such as ``"2GiB"``, which has rows with their optimizer state and
+            `ROW_BYTES` of keys and metadata each. A table whose rows are all in 16 bits outgrows it.
+        every: steps between halvings, and passes. A row used in every step settles just below ``2 * every``.
     """
 
-    threshold: int = setting(MISSING, "Steps that use a row stored in float32.", 1, 255)
+    threshold: int | str = setting(MISSING, "Steps that use a row stored in float32, or a size.", 1, 255)
     every: int = setting(MISSING, "Steps between halvings of the counts.", 1)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.threshold, str) and not bytes_of(self.threshold, "threshold of PrecisionTiers"):
+            raise ValueError(f"PrecisionTiers need a size of at least 1 byte, got {self.threshold!r}")
 
 
 @typed
@@ -178,7 +187,7 @@ class TablePolicy:
     precision: PrecisionTiers | None = setting(
         None,
         "THRESHOLD:EVERY: rows used in fewer steps are stored in 16 bits; access counts halve every EVERY "
-        "steps.",
+        "steps. SIZE:EVERY, as 2GiB:100: the least used rows of a table beyond it are.",
         option="precision_tiers",
     )
     admission_window: int = setting(

@@ -209,6 +209,14 @@ class DevicePool:
         reused = torch.minimum(taken, self.numbers.values[FREE])
         self._add([taken - reused, -reused], (most, 0, *others))
 
+    def extend(self, numbers: torch.Tensor, which: torch.Tensor) -> None:
+        """Have those of `numbers` (K,) int64 that `which` (K,) bool marks, which it had not, as free ones. A
+        pool that is extended gives these alone: the caller takes no more than there are.
+        """
+        count = which.sum()
+        self._add([count, torch.zeros_like(count)], (most_of(which), 0))
+        self.release(numbers, which)
+
     def release(self, numbers: torch.Tensor, which: torch.Tensor) -> None:
         """Free those of `numbers` (K,) int64, distinct and taken, that `which` (K,) bool marks, in order."""
         most = most_of(which)

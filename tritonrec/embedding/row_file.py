@@ -132,7 +132,7 @@ class RowFile(RowStorage):
             self._again(write, address + int(arrays[1][at]) * size, int(arrays[0][at]) * size)
             at += 1
         seconds = time.monotonic() - began
-        if seconds > max(SLOW_SECONDS, len(rows) / SLOW_ROWS) and not self._slow:
+        if len(rows) and seconds > max(SLOW_SECONDS, len(rows) / SLOW_ROWS) and not self._slow:
             self._slow = True  # said once
             warnings.warn(
                 f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} rows of a table took "

@@ -15,7 +15,8 @@ import torch
 
 from ..kernels import chunked_rows
 from ..kernels.chunked_rows import LOW
-from .pools import MAX_ROWS, DevicePool, most_of
+from ..kernels.dispatch import on_host
+from .pools import END, FREE, MAX_ROWS, DevicePool, most_of
 from .shared_state import Replaceable, RowColumn, StreamLock
 
 
@@ -162,10 +163,14 @@ class RowStorage:
 class TieredStorage(RowStorage):
     """Rows in float32 or in 16 bits (float16 weights, bfloat16 state); a row moves as it is updated.
 
-    The location of a row changes with its tier, and its handle does not::
+    The location of a row changes with its tier, and its handle does not. Two rows in 16 bits lie in the place
+    of one in float32, so that what a tier gives up the other one takes::
 
-        handle       0   1   2      3
-        location     0   1   2**30  -1 (erased)
+        handle       0   1   2          3            4
+        location     0   1   2**30 + 4  -1 (erased)  2**30 + 5
+        place        0   1   2          -            2           rows 2 and 4 are its halves
+
+    A place that was halved stays so.
     """
 
     def __init__(
@@ -177,8 +182,7 @@ class TieredStorage(RowStorage):
         on_host: bool = False,
     ):
         super().__init__(dim, row_width, chunk_rows, device, on_host)
-        self._low = Chunks(row_width, torch.int16, chunk_rows, self.device, on_host, self.ahead)
-        self._pools = DevicePool(self.device), DevicePool(self.device)  # of float32 rows, of 16-bit rows
+        self._pools = DevicePool(self.device), DevicePool(self.device)  # of places, of halves
         self._locations = RowColumn(torch.int32, absent=-1, device=self.device)
         self._moved = torch.zeros(2, dtype=torch.int64, device=self.device)  # to float32, to 16 bits
         self._lock = StreamLock(self.device)  # for pools and locations
@@ -191,7 +195,7 @@ class TieredStorage(RowStorage):
     def add(self, handles: torch.Tensor, end: int) -> None:
         with self._lock:
             new = handles >= 0
-            self._reserve(0, new)
+            self._reserve(most_of(new))
             self._locations.grow(end)
             # New rows begin in float32.
             self._locations[handles] = self._allocate(0, new).to(torch.int32)
@@ -213,8 +217,8 @@ class TieredStorage(RowStorage):
             full, half = _tiers(before)
             moving = half & ~low, full & low
             # moving[0]: from 16 bits to float32; moving[1]: the other way.
-            for tier, which in enumerate(moving):
-                self._reserve(tier, which)  # both tiers first: where memory is short nothing moves
+            # Both tiers first: where memory is short nothing moves.
+            self._reserve(most_of(moving[0]), self._to_halve(moving[1]))
             for tier, which in enumerate(moving):
                 locations = torch.where(which, self._allocate(tier, which), locations)
                 self._pools[1 - tier].release(before - (1 - tier) * LOW, which)
@@ -231,23 +235,48 @@ class TieredStorage(RowStorage):
         return self._moved.tolist()
 
     def memory(self) -> dict[str, int]:
+        halved = 2 * self.row_width * self._pools[1].numbers.exact()[END]
         return {
             "metadata": self._locations.nbytes + sum(pool.nbytes for pool in self._pools),
-            "fp32_values": self._full.nbytes,
-            "fp16_values": self._low.nbytes,
+            "fp32_values": self._full.nbytes - halved,
+            "fp16_values": halved,
             "saved_by_fp16": 2 * self.row_width * len(self._pools[1]),
             "disk": 0,
         }
 
-    def _reserve(self, tier: int, which: torch.Tensor) -> None:
-        """Reserve room for one more row each that `which` (K,) bool marks. Raises MemoryError."""
-        (self._full, self._low)[tier].grow(self._pools[tier].end_after(most_of(which)))
+    def _reserve(self, rows: int, halved: int = 0) -> None:
+        """Reserve room for so many more rows in float32, and places to halve. Raises MemoryError."""
+        end = self._pools[0].end_after(rows + halved)
+        if halved and end > MAX_ROWS // 2:
+            raise MemoryError(
+                f"a table with rows in 16 bits has room for {MAX_ROWS // 2} in float32 on one rank: use more "
+                "ranks, or evict"
+            )
+        self._full.grow(end)
+
+    def _to_halve(self, which: torch.Tensor) -> int:
+        """Places to halve at most before the rows that `which` (K,) bool marks find room."""
+        free = self._pools[1].numbers.bound(FREE) if on_host(which) else 0
+        return (max(most_of(which) - free, 0) + 1) // 2
+
+    def _halve(self, which: torch.Tensor) -> None:
+        """Halve places for the rows that `which` (K,) bool marks; room for them is reserved."""
+        size, (places, halves) = self._to_halve(which), self._pools
+        if size:
+            count = ((which.sum() - halves.numbers.values[FREE]).clamp(min=0) + 1) // 2
+            taken = places.next(size)
+            places.claim(count, size)
+            among = torch.arange(size, device=self.device) < count
+            both = torch.stack([2 * taken, 2 * taken + 1], 1).flatten()
+            halves.extend(both, among.repeat_interleave(2))
 
     def _allocate(self, tier: int, which: torch.Tensor) -> torch.Tensor:
         """Locations (K,) int64 of free rows for those that `which` (K,) bool marks; room is reserved."""
         size, pool = len(which), self._pools[tier]
         if not size:
             return torch.empty(0, dtype=torch.int64, device=self.device)
+        if tier:
+            self._halve(which)
         # rank[i] - 1 = how many marked rows come before row i: which of the pool's next numbers it gets.
         rank = which.cumsum(0)
         free = pool.next(size)[(rank - 1).clamp(min=0)]
@@ -258,9 +287,11 @@ class TieredStorage(RowStorage):
         return self._locations[super()._locate(handles)].to(torch.int64)
 
     def _kernel_chunks(self) -> chunked_rows.Chunks:
-        full, low = self._full, self._low
+        full, rows = self._full.addresses, self._full.rows
+        half = 2 * self.row_width * self._chunk_rows
+        low = torch.stack([full, full + half], 1).flatten()  # two chunks of 16-bit rows in each
         return chunked_rows.Chunks(
-            full.addresses, low.addresses, full.rows, low.rows, self._chunk_rows, self.dim, self.row_width
+            full, low, rows, min(2 * rows, LOW), self._chunk_rows, self.dim, self.row_width
         )
 
 

@@ -190,7 +190,8 @@ class DynamicTable(TrainedTable):
                     handles = self._load(rows["keys"])
                     if "recent" in rows:  # that of policies, which rows alone do not have
                         self._metadata.restore(handles, rows)
-                self._update(handles, rows["rows"], rows["keys"])
+                    low = None if self._precision is None else self._precision.loaded_low(handles)
+                self._update(handles, rows["rows"], rows["keys"], low)
         if self._candidates is not None and "candidates" in here:
             with self._lock:
                 self._candidates.load(here["candidates"])

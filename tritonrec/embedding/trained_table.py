@@ -138,7 +138,9 @@ class TrainedTable:
             self._evictor = Evictor(
                 policy.eviction, self.layout, device, policy.eviction.rows_of(self.row_width)
             )
-        self._precision = AccessCounter(policy.precision, device) if policy.precision else None
+        self._precision = None
+        if policy.precision:
+            self._precision = AccessCounter(policy.precision, device, self.layout, self.row_width)
         policies = [each for each in (self._evictor, self._precision) if each is not None]
         self._metadata = RowMetadata(policies, device)
         self._snapshots: tuple[Snapshot, ...] = ()  # that are being read
@@ -465,10 +467,14 @@ class TrainedTable:
             return
         # their rows are in the pipeline's two buffers
         pinned = torch.cat([self._metadata.pinned.last, self._rows.find(keys, count)])
+        demoting = self._precision if self._precision is not None and self._precision.due(step) else None
+        most: list[int] = []
+        if demoting is not None:  # before rows are evicted, which a device could not foresee
+            most = self._number(demoting, step, all_reduce) or [0, *demoting.too_many(all_reduce).tolist()]
         if self._evictor is not None and self._evictor.due(step):
             self._evict(self._evictor, pinned, step, all_reduce)
-        if self._precision is not None and self._precision.due(step):
-            self._demote(self._precision, pinned, step)
+        if demoting is not None:
+            self._demote(demoting, pinned, most, all_reduce)
 
     def _evict(self, evictor: Evictor, pinned: torch.Tensor, step: int, all_reduce: AllReduce | None) -> None:
         with self._lock:
@@ -483,16 +489,21 @@ class TrainedTable:
                 self._rows.release(self._erase(part, here), here)
         self._evicted += len(keys) if count is None else count
 
-    def _demote(self, precision: AccessCounter, pinned: torch.Tensor, step: int) -> None:
+    def _demote(
+        self,
+        precision: AccessCounter,
+        pinned: torch.Tensor,
+        most: list[int],
+        all_reduce: AllReduce | None,
+    ) -> None:
         """Halve the access counts, and store in 16 bits the rows that are below the threshold now."""
-        most = self._number(precision, step, None)
         with self._lock:
             if self._metadata.changes.active:
                 # Halving changes the access count of every row that has
                 # one: all of these are in the next checkpoint of changes.
                 self._metadata.changes.mark(precision.used())
             precision.halve()
-        keys, handles = precision.choose(self._rows, pinned, most)
+        keys, handles = precision.choose(self._rows, pinned, most, all_reduce)
         for part_keys, part in zip(keys.split(BLOCK), handles.split(BLOCK), strict=True):
 
             def describe(row: int, keys: torch.Tensor = part_keys) -> str:
@@ -500,7 +511,7 @@ class TrainedTable:
 
             with self._updating:
                 rows = round_low(self._rows.gather(part), part >= 0, self.dim, describe)
-                self._update(part, rows, part_keys)
+                self._update(part, rows, part_keys, part >= 0)
 
     def _foresee(self, step: int, all_reduce: AllReduce | None) -> None:
         """Send to the host what the passes at `step` go by, if that is the next lookup's.

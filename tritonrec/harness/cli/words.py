@@ -68,12 +68,14 @@ def eviction(text: str, option: str = "--evict") -> Eviction | None:
 
 
 def precision_tiers(text: str, option: str = "--precision-tiers") -> PrecisionTiers | None:
-    """``THRESHOLD:EVERY``; an empty string is none."""
+    """``THRESHOLD:EVERY`` or ``SIZE:EVERY``; an empty string is none."""
     if not text:
         return None
     amounts = text.split(":")
     if len(amounts) != 2:
-        raise ValueError(f"{option} takes THRESHOLD:EVERY, got {text!r}")
+        raise ValueError(f"{option} takes THRESHOLD:EVERY or SIZE:EVERY, got {text!r}")
+    if amounts[0].endswith("iB"):
+        return PrecisionTiers(amounts[0], *_whole(option, text, amounts[1:]))
     return PrecisionTiers(*_whole(option, text, amounts))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...capacity import Room, memory_left
 from ...capacity.footprint import SNAPSHOT_BYTES
 from ...embedding.key_index import KeyIndex
+from ...embedding.policy import ROW_BYTES
 from ...settings import in_bytes
 from ..train.run import Run
 from .trial import Rank
@@ -97,7 +98,8 @@ class Forecast:
         rows: of all tables and ranks at the end. steps, steps_counted: of the run, and see `Counted`.
         step_seconds, seconds: of a step, and of all with evaluations and saves, beyond the start.
         link_bytes: sent by a rank in a step. disk_read, disk_written: bytes of rows on disk, as well.
-        checkpoint: bytes of a whole one. merged: tables that each rank has a part of.
+        checkpoint: bytes of a whole one. merged: tables that each rank has a part of. replicas: of
+            these.
     """
 
     ranks: list[Need]
@@ -112,6 +114,7 @@ class Forecast:
     disk_written: float
     checkpoint: int
     merged: int = 1
+    replicas: int = 1
 
     @property
     def lacking(self) -> int:
@@ -140,16 +143,20 @@ class Forecast:
         machines = -(-tables // left)
         values = sum(rank.values for rank in self.ranks)
         half, keys = values // 2, tables - values
+        size = ((left - keys) // self.replicas + ROW_BYTES * self.rows) // self.merged >> 20
         memory, share = (left - keys) // (len(self.ranks) * self.merged), (left - keys) / max(values, 1)
         disk = f"{in_bytes(keys)} of keys alone do not fit"
         if memory > 0:
             disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
+        copies = [count for count in range(1, self.replicas) if self.replicas % count == 0]
+        copies = [count for count in copies if tables * count <= left * self.replicas][-1:]
         return [
+            *(f"--replicas {count}: one takes {in_bytes(tables // self.replicas)}" for count in copies),
             f"tables on {machines} machines of {len(self.ranks)} ranks each",
             f"--evict lru:{left >> 20}MiB, which keeps the rows used last",
             f"--storage disk: {disk}",
-            f"--precision-tiers, which stores seldom used rows in 16 bits: up to {in_bytes(half)} less"
-            + ("" if half >= self.lacking else ", not enough alone"),
+            f"--precision-tiers {max(size, 1)}MiB:100, which stores the rows used least in 16 bits: up to "
+            f"{in_bytes(half)} less" + ("" if half >= self.lacking else ", not enough alone"),
         ]
 
 
@@ -170,17 +177,20 @@ def forecast(
         run.steps * step + beside, max(rank.link_bytes for rank in ranks),
         max(rank.disk_read for rank in ranks), max(rank.disk_written for rank in ranks),
         ranks[0].dense_bytes + sum(rows * (table.row_bytes + 8) for rows, table in tables),
-        len(counted.rows),
+        len(counted.rows), replicas,
     )  # fmt: skip
 
 
 def _need(run: Run, rank: Rank, counted: Counted, shards: int) -> Need:
     """Of a rank that has one of so many equal shards of the rows."""
+    tables = [
+        table if table.size is None else replace(table, size=table.size // shards) for table in rank.tables
+    ]
     at_the_end = [
         (table, max(-(-rows // shards) - table.rows, 0))
-        for rows, table in zip(counted.rows, rank.tables, strict=True)
+        for rows, table in zip(counted.rows, tables, strict=True)
     ]
-    had = sum(table.values(table.rows) + table.keys + table.metadata for table in rank.tables)
+    had = sum(table.values(table.rows) + table.keys + table.metadata for table in tables)
     added = sum(table.added(more, at_peak=False) for table, more in at_the_end)
     peak = sum(table.added(more) for table, more in at_the_end)
     values = sum(table.values(table.rows + more) for table, more in at_the_end)
