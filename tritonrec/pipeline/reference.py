@@ -123,12 +123,13 @@ class ReferenceTrainer:
                 recording() as recorded,
             ):
                 call = self.model, batch, by_feature, seed, settings, exponent
+                seen = {"see": self._guard.see} if self._guard else {}
                 if sees_window(self.model):
                     loss = _LossOfBatch(*call[:2], seed, settings, exponent, accumulator)
-                    train_micro_batch(*call, gradients_of=loss)
+                    train_micro_batch(*call, gradients_of=loss, **seen)
                     losses.append(loss.losses)
                 else:
-                    losses.append(train_micro_batch(*call))
+                    losses.append(train_micro_batch(*call, **seen))
             self.outputs.append(recorded)
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:

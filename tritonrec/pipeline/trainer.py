@@ -271,6 +271,7 @@ class Trainer:
         given = self.config, self.tables, self.dense, self._program
         saves = saves_of(saver, save_every, *given, None if self._average is None else self.sync)
         self._saver = saver or self._saver
+        self.guard.begin_run()
         while True:
             try:
                 yield self._turn(source, pause_every, saves)
