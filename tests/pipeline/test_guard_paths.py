@@ -103,9 +103,7 @@ def test_pairs_of_functions_are_a_way():
     pairs = {("SumBackward0", "TanhBackward0"), ("TanhBackward0", "torch::autograd::AccumulateGrad")}
     assert path_of(once) == pairs
     assert path_of(twice) == path_of(x.tanh().tanh().sum()) == pairs | {("TanhBackward0", "TanhBackward0")}
-    assert (
-        path_of({"a": once, "b": other, "c": x.detach()}) == path_of(once) | path_of(other)
-    )
+    assert path_of({"a": once, "b": other, "c": x.detach()}) == path_of(once) | path_of(other)
     assert path_of(x.detach()) == frozenset()
 
 
