@@ -1,8 +1,10 @@
 """Promise: what is logged can be read back, goes on after a restart, and takes nobody's file."""
 
+import copy
 import csv
 import json
 import math
+import pickle
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 from trainer_parts import batches, parts, trainer
 
-from tritonrec import optional
+from tritonrec import Communicators, optional
+from tritonrec.checkpoint import Saver
 from tritonrec.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 pytestmark = pytest.mark.smoke
@@ -118,6 +121,16 @@ def test_a_full_disk_is_named_by_its_file(tmp_path, kind, limited_files):
             with pytest.raises(OSError, match="File too large") as full:
                 fails()
             assert full.value.filename == str(tmp_path / "log")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_has_files_threads_or_groups_of_a_process_has_no_copy(tmp_path, copied):
+    made = parts()
+    with trainer(made, "reference") as training, training.saver(tmp_path / "run") as saver:
+        loggers = CSVLogger(tmp_path / "log.csv"), JSONLinesLogger(tmp_path / "log.jsonl")
+        for each in (*loggers, saver, Saver(tmp_path / "own"), Communicators.local()):
+            with pytest.raises(TypeError, match=f"a {type(each).__name__} has no copy and no pickle: "):
+                copied(each)
 
 
 def test_json_has_no_nan(capsys):

@@ -15,9 +15,12 @@ from typing import IO, Any, Protocol
 from .files import atomic_write, full_disk_named
 from .files.places import Place, RemotePath, kind_of, place_of
 from .optional import require
-from .settings import typed
+from .settings import no_copy, typed
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
+
+
+_NO_COPY = no_copy("it has an open file; make it in the process that logs")
 
 
 class Logger(Protocol):
@@ -43,6 +46,8 @@ class CSVLogger(Logger):
     Raises FileExistsError for a file that is there where `purge_step` is None, ValueError for one that is no
     such table.
     """
+
+    __reduce_ex__ = _NO_COPY
 
     def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
         self.path = place_of(path)
@@ -107,6 +112,8 @@ class JSONLinesLogger(Logger):
         purge_step: as of `CSVLogger`.
     """
 
+    __reduce_ex__ = _NO_COPY
+
     def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
         self._file: IO[str] = sys.stdout
         self._path: Place = Path("standard output")
@@ -146,6 +153,8 @@ class TensorBoardLogger(Logger):
 
     Raises `tritonrec.optional.MissingPackageError` where the package tensorboard is not installed.
     """
+
+    __reduce_ex__ = _NO_COPY
 
     def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None):
         require("tensorboard", "TensorBoardLogger")

@@ -27,6 +27,15 @@ Plan = TypeVar("Plan")
 Made = TypeVar("Made")
 
 
+def no_copy(instead: str) -> Any:
+    """A `__reduce_ex__`, which copies and pickles ask for, of what has files, threads or groups."""
+
+    def __reduce_ex__(self: Any, protocol: object) -> str:
+        raise TypeError(f"a {type(self).__name__} has no copy and no pickle: {instead}")
+
+    return __reduce_ex__
+
+
 @dataclass(frozen=True)
 class Setting:
     """Metadata of a field.

@@ -217,6 +217,9 @@ BAD = {
     "open_quote_in_many": (
         'user,item,time,t\n1,2,3,"a\n' + "4,5,6,b\n" * 99, None, r"line 2: a field in quotes goes on",
     ),
+    "lone_return": (
+        "user,item,time\r\n1,2,3\r\n4,5,6\r7,8,9\r\n", None, r"line 3: \\r within a line: end lines with",
+    ),
     "swapped": (
         "user,item,timestamp,rating\n" + "".join(f"{u},5,{u % 5 + 1},{881250949 + u}\n" for u in range(20)), None,
         r"column 'rating' has values up to 881250968, which look like no ratings",

@@ -4,6 +4,9 @@ import gzip
 import os
 
 import fsspec
+import pyarrow as pa
+import pyarrow.dataset as pa_dataset
+import pyarrow.parquet as pq
 import pytest
 
 from tritonrec.data import LogFormat, load
@@ -105,3 +108,31 @@ def test_a_file_and_its_packed_one_are_no_two_files(tmp_path):
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(text))
     with pytest.raises(ValueError, match=r"a\.csv and .*a\.csv\.gz hold the same events"):
         files_at(str(tmp_path))
+
+
+def write_partitions(folder, name, values):
+    for number, value in enumerate(values):
+        (folder / f"{name}={value}").mkdir(parents=True)
+        table = pa.table({"user": [1], "item": [number], "timestamp": [5 + number]})
+        inside = table.drop_columns([name] if name in table.column_names else [])
+        pq.write_table(inside, folder / f"{name}={value}/a.parquet")
+
+
+@pytest.mark.parametrize("name", ["rating", "Stars", "user", "click"])
+def test_columns_that_stand_in_names_of_folders_alone_are_not_left_out_in_silence(tmp_path, name):
+    """As Hive and pandas' partition_cols write them, and pandas reads them as columns."""
+    write_partitions(tmp_path, name, [1, 0])
+    own = LogFormat(time_unit="step", label=("click",) if name == "click" else ())
+    with pytest.raises(ValueError, match=f"{name} stands in names of folders, .* partitioning='hive'"):
+        load(tmp_path, own)
+    log = load(pa_dataset.dataset(tmp_path, partitioning="hive"), own)
+    found = {"user": log.user, "click": log.feedback.get("click")}.get(name, log.rating)
+    assert found.tolist() == [0, 1] and log.item.tolist() == [1, 0]  # in the order of names
+
+
+def test_folders_of_other_names_are_folders(tmp_path):
+    write_partitions(tmp_path, "rating", [1])
+    write_partitions(tmp_path, "date", ["2024-05-01"])
+    assert load(tmp_path / "date=2024-05-01", STEP).rating is None
+    assert len(load(tmp_path, LogFormat(time_unit="step", rating="none"))) == 2
+    assert load(f"{tmp_path}/rating=1/*.parquet", STEP).rating is None

@@ -1,10 +1,12 @@
 """Promise: a log of text, read in parts, is the log read whole, and is written once as shards that say so."""
 
+import bz2
 import gzip
 import os
 
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from test_criteo import fields
 from test_criteo import write as write_criteo
@@ -236,7 +238,17 @@ def test_events_that_a_folder_holds_twice_are_refused(tmp_path, way):
 
 @pytest.mark.parametrize("end", ["csv", "jsonl"])
 def test_a_file_that_is_no_text_is_named_as_what_it_is(tmp_path, end):
-    for data, kind in ((gzip.compress(NUMBERS.encode()), r"gzip.*\.gz"), (b"PK\x03\x04" + bytes(40), "zip")):
+    table, written = pa.table({"user": [1], "item": [2]}), pa.BufferOutputStream()
+    with pa.ipc.new_stream(written, table.schema) as stream:
+        stream.write_table(table)
+    for data, kind in (
+        (gzip.compress(NUMBERS.encode()), r"gzip.*\.gz"),
+        (bz2.compress(NUMBERS.encode()), r"bzip2.*\.bz2"),
+        (b"PK\x03\x04" + bytes(40), "zip"),
+        (written.getvalue().to_pybytes(), "a stream of Arrow"),
+        (b"ARROW1\0\0" + bytes(40), "Arrow"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5"),
+    ):
         (tmp_path / f"log.{end}").write_bytes(data)
         with pytest.raises(ValueError, match=rf"log\.{end}: by its first bytes no text but .*{kind}"):
             load(tmp_path / f"log.{end}")

@@ -5,10 +5,12 @@ are not installed by stand-ins.
 
 # ruff: noqa: E501 - a query and a column are a line
 
+from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import datasets
 import duckdb
+import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset
 import pytest
@@ -159,3 +161,24 @@ def test_what_leads_to_no_stream_is_named():
     lazy = SimpleNamespace(collect=lambda: [(1, 2)])  # as a frame of Spark
     with pytest.raises(ValueError, match=r"expected a path or a table .*, got SimpleNamespace"):
         load(lazy)
+
+
+ZONED = datetime(2024, 5, 1, 12, tzinfo=timezone(timedelta(hours=2)))
+
+
+@pytest.mark.parametrize("times", [[ZONED, datetime(2024, 5, 1, 12)], [datetime(2024, 5, 1, 12), ZONED]])
+@pytest.mark.parametrize("kind", [dict, pd.DataFrame])
+def test_times_with_a_zone_and_without_one_in_a_column_are_refused(kind, times):
+    """Arrow takes the one for UTC, and pandas refuses to convert them."""
+    own = pd.Series(times, dtype=object) if kind is pd.DataFrame else times
+    with pytest.raises(ValueError, match="'timestamp' has times with a zone and times without one"):
+        load(kind({"user": [1, 2], "item": [3, 4], "timestamp": own}))
+
+
+def test_times_of_several_zones_and_missing_ones_are_no_mixture():
+    other = datetime(2024, 5, 1, 11, tzinfo=UTC)
+    times = pd.Series([ZONED, other, pd.NaT], dtype=object)
+    frame = pd.DataFrame({"user": [1, 2, 3], "item": [3, 4, 5], "timestamp": times})
+    assert load(frame[:2]).timestamp.tolist() == [int(ZONED.timestamp()), int(other.timestamp())]
+    with pytest.raises(ValueError, match="row 2: column timestamp has an empty field"):
+        load(frame)

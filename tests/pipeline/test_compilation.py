@@ -353,9 +353,9 @@ def test_a_call_is_compared_with_its_own_arguments(monkeypatch):
         [],
         SimpleNamespace(_graphs=None, model="model", _model_call=lambda exponent: nullcontext()),
     )
-    flight.accumulator = SimpleNamespace(active=nullcontext)
+    flight.accumulator, flight.guard = SimpleNamespace(active=nullcontext), SimpleNamespace(see=None)
     flight._compilation = SimpleNamespace(call=lambda *each: given.append(each) or nullcontext())
-    monkeypatch.setattr(flight_module, "train_micro_batch", lambda *each, gradients_of: each)
+    monkeypatch.setattr(flight_module, "train_micro_batch", lambda *each, gradients_of, see: each)
     arguments = "batch", "rows", 7, "settings"
     assert Flight.train_micro_batch(flight, *arguments, 0) == ("model", *arguments, 0)
     assert given == [arguments]

@@ -17,7 +17,7 @@ from trainer_parts import JOB
 
 from tritonrec.data import JaggedBatch
 from tritonrec.distributed import Communicators, RankPool, RanksDisagreeError
-from tritonrec.embedding import HashTableCollection, RowOptimizer
+from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
 from tritonrec.pipeline import PIPELINED, DenseModel, StageFailedError, Trainer, WindowConfig, run_agreement
 from tritonrec.pipeline.model_call import CallerSettings
 from tritonrec.pipeline.run_agreement import RunAgreement
@@ -347,6 +347,32 @@ def autocast_of_one(communicators):
 def test_autocast_of_one_rank_is_named(pool):
     for message in pool.run(autocast_of_one, 2):
         assert "rank 1 has autocast=(('cpu', torch.bfloat16),) and rank 0 has autocast=()" in message
+
+
+def default_device_of_one(communicators):
+    model, tables, optimizer = JOB.build("adam")
+    agreement = RunAgreement(communicators, tables, DenseModel(model, optimizer), dict)
+    there = torch.device("meta") if communicators.rank else None
+    with pytest.raises(RanksDisagreeError) as raised:
+        agreement.settle(Words(), CallerSettings(device=there), 3, torch.arange(2))
+    return str(raised.value)
+
+
+def test_a_default_device_of_one_rank_is_named(pool):
+    for message in pool.run(default_device_of_one, 2):
+        assert "rank 1 has default device=meta and rank 0 has default device=None" in message
+
+
+def test_a_row_of_one_table_is_not_that_of_another():
+    """The same id and values, written by one rank's caller into this table and by another's into that."""
+    features = [FeatureConfig(name, 4) for name in ("user", "item")]
+    found = set()
+    for name in ("user", "item"):
+        tables = HashTableCollection(features, RowOptimizer("sgd"), merge=False)
+        agreement = RunAgreement(Communicators.local(), tables, SimpleNamespace(), dict, compares_rows=True)
+        tables.load(name, torch.tensor([7]), torch.tensor([[0.5, -1.0, 2.0, 0.25]]))
+        found.add(agreement.written_rows()[0])
+    assert len(found) == 2 and 0 not in found
 
 
 def samples_of(communicators, kind, steps=3):

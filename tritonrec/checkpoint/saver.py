@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..files.places import Place, place_of
 from ..kernels.arguments import check_rank
-from ..settings import typed
+from ..settings import no_copy, typed
 from .agreement import Agreement, Gather, single_rank
 from .files import CheckpointError
 from .lock import WriterLock
@@ -56,6 +56,8 @@ class Saver:
         waited: seconds of `blocked` spent on that wait.
         seconds: from the last call of `save` until its checkpoint was complete on the disk.
     """
+
+    __reduce_ex__ = no_copy("one alone writes into its folder; make it in the process that saves")
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 
 from tritonrec.data import values
 from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
-from tritonrec.data.log_files import PACKED
-from tritonrec.data.log_format import LogFormat, find_columns, named
+from tritonrec.data.log_files import PACKED, below_folder
+from tritonrec.data.log_format import NONE, LogFormat, find_columns, is_rating, named
 from tritonrec.data.numba_text import FLAG, INTEGER, NUMBER, SKIPPED
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.tables import File, Log, ParquetFile, tables_of
@@ -114,19 +114,31 @@ class EventLog(Log):
             raise ValueError(
                 f"{file.path}: column 'item' holds lists: sequences, which models of the next item stream"
             )
-        found = find_columns(file.names, self.format, file.path, file.booleans())
-        if FRACTION in file.names:
-            found["fraction"] = FRACTION
-        labels = self.format.labels
-        if labels:
-            every = [each.names for each in self.opened]
-            for label in labels:
-                shared = [w for w in label.split("|") if all(w in names for names in every)] or [label]
-                name = named(file.names, shared[0], file.path)
-                found[f"task {name}"] = name
-        elif not self.format.label:
-            found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
+        folders = self._folders(file)
+        try:
+            found = find_columns(file.names, self.format, file.path, file.booleans())
+            if FRACTION in file.names:
+                found["fraction"] = FRACTION
+            labels = self.format.labels
+            if labels:
+                every = [each.names for each in self.opened]
+                for label in labels:
+                    shared = [w for w in label.split("|") if all(w in names for names in every)] or [label]
+                    name = named(file.names, shared[0], file.path)
+                    found[f"task {name}"] = name
+            elif not self.format.label:
+                found |= {f"task {name}": name for name in file.booleans() if name not in found.values()}
+        except ValueError as error:
+            raise ValueError(f"{error}{_not_read(folders)}") from error
+        if "rating" not in found and self.format.rating != NONE and any(map(is_rating, folders)):
+            raise ValueError(f"{file.path}: no column that is the rating{_not_read(folders)}; or rating=none")
         return found
+
+    def _folders(self, file: File) -> list[str]:
+        """Names of columns that stand in folders alone, as ``rating=5``."""
+        below = [] if self.place is None else below_folder(self.place.root, file.path).split("/")[:-1]
+        named_so = [part.partition("=")[0] for part in below if "=" in part]
+        return [name for name in named_so if name not in file.names]
 
     def _kinds(self, columns: dict[str, str]) -> dict[str, int]:
         """Of columns in text (`numba_text`), the narrower one where a column has two roles."""
@@ -263,6 +275,16 @@ class _Seen:
             if rating is not None:
                 self.rating = max(self.rating, float(np.abs(rating).max()))
         self.rows += len(time)
+
+
+def _not_read(folders: list[str]) -> str:
+    """What an error says of columns that stand in folders alone."""
+    if not folders:
+        return ""
+    return (
+        f"; {', '.join(folders)} stands in names of folders, which are no columns here: load "
+        "pyarrow.dataset.dataset(path, partitioning='hive'), or write the column into the files"
+    )
 
 
 def _unit_of(table: pa.Table, name: str) -> str | None:

@@ -290,6 +290,11 @@ def find_columns(
     return found
 
 
+def is_rating(name: str) -> bool:
+    """Whether a column of this name is taken for the ratings."""
+    return _folded(name) in KNOWN["rating"]
+
+
 def is_header(names: list[str], format: LogFormat) -> bool:
     """Whether fields of a first line are the names of a log's columns."""
     if format.is_clicks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -31,8 +32,8 @@ KINDS = ("csv", "json", "parquet", "arrow")
 """Of files."""
 SUFFIXES = {
     ".parquet": "parquet", ".pq": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json",
-    ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "csv",
-    ".dat": "csv", ".data": "csv", ".inter": "csv",
+    ".arrow": "arrow", ".arrows": "arrow", ".feather": "arrow", ".ipc": "arrow", ".csv": "csv", ".tsv": "csv",
+    ".txt": "csv", ".dat": "csv", ".data": "csv", ".inter": "csv",
 }  # fmt: skip
 TABLE_ROWS = 1 << 17
 """Rows of a part of a Parquet file, at most."""
@@ -188,6 +189,7 @@ class Frame(_Typed):
         try:
             if hasattr(source, "with_format"):
                 source = _of_hugging_face(source)
+            columns = source if isinstance(source, dict) or hasattr(source, "iloc") else {}
             if isinstance(source, dict):
                 source = pa.table({name: _array(own) for name, own in source.items()})
             if isinstance(source, pa.RecordBatch):
@@ -201,6 +203,12 @@ class Frame(_Typed):
         except (pa.ArrowException, TypeError, OverflowError) as error:  # what Arrow has no type for
             raise ValueError(f"the table cannot be read as Arrow: {error}") from error
         self.schema = self._reader.schema
+        for each in self.schema:
+            if pa.types.is_timestamp(each.type) and _mixes_zones(columns.get(each.name)):
+                raise ValueError(
+                    f"{self.path}: column {each.name!r} has times with a zone and times without one, which "
+                    "Arrow takes for times of UTC: write them alike"
+                )
 
     def tables(self, columns: Sequence[str]) -> Iterator[tuple[Part, pa.Table]]:
         """The columns, batch by batch; a reader can be read once. ValueError where a query fails then."""
@@ -223,6 +231,13 @@ def is_frame(source: Any) -> bool:
 def _array(values: Any) -> Any:
     """A column of a dictionary; tensors as arrays."""
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+
+
+def _mixes_zones(values: Any) -> bool:
+    """Whether objects of Python are times with a zone and times without; NaT, unequal to itself, is none."""
+    if not isinstance(values, (list, tuple)) and str(getattr(values, "dtype", "")) != "object":
+        return False
+    return len({each.tzinfo is None for each in values if isinstance(each, datetime) and each == each}) > 1
 
 
 def _of_hugging_face(source: Any) -> pa.RecordBatchReader:

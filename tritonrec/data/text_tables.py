@@ -38,6 +38,9 @@ SHOWN = 100
 _NO_TEXT = {
     b"\x1f\x8b": "gzip, whose name ends in .gz", b"\x28\xb5\x2f\xfd": "Zstandard, whose name ends in .zst",
     b"PK\x03\x04": "an archive of zip or a workbook", b"\xfd7zXZ": "xz", b"PAR1": "Parquet",
+    b"ARROW1\0\0": "Arrow", b"\xff\xff\xff\xff": "a stream of Arrow", b"FEA1\0": "the old Feather",
+    b"Obj\x01": "Avro", b"\x89HDF": "HDF5", b"SQLite format 3\0": "a database of SQLite",
+    b"BZh91AY&SY": "bzip2, whose name ends in .bz2",
 }  # fmt: skip
 UNREADABLE = (pa.ArrowException, OSError, UnicodeError)
 """Errors of a file that cannot be read."""
@@ -319,6 +322,9 @@ def _check_lines(block: Block, rows: int) -> None:
         lines = sum(bool(text.strip(b"\r")) for text in block.data.split(b"\n"))
     if lines == rows:
         return
+    if b"\r" in block.data.replace(b"\r\n", b""):
+        at = next(i for i, text in enumerate(block.data.split(b"\n")) if b"\r" in text.removesuffix(b"\r"))
+        raise ValueError(f"{block.path}, line {block.line + at}: \\r within a line: end lines with \\n")
     odd = (bool(block.quote) and text.count(block.quote) % 2 for text in block.data.split(b"\n"))
     number = block.line + next((at for at, is_odd in enumerate(odd) if is_odd), 0)
     raise ValueError(

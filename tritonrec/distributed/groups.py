@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..settings import no_copy
 from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
 from .limits import within
@@ -63,6 +64,8 @@ class Communicators:
         watch: reports this rank's stage, so that others can name it if it stalls.
         machines: that the ranks are processes of; 0: nobody can tell.
     """
+
+    __reduce_ex__ = no_copy("groups of ranks are those of their process; make them there (from_environment)")
 
     routing: Communicator
     retrieval: Communicator

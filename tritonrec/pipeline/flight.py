@@ -194,9 +194,8 @@ class Flight:
                 return graphs.train(*call, seed, settings)
             with self._compilation.call(batch, rows, seed, settings), self.accumulator.active():
                 again = None if given is None else given.again
-                losses = train_micro_batch(
-                    self.model, batch, rows, seed, settings, scale_exponent, gradients_of=again
-                )
+                own = self.model, batch, rows, seed, settings, scale_exponent
+                losses = train_micro_batch(*own, gradients_of=again, see=self.guard.see)
                 return losses if given is None else given.losses
 
     def represent(

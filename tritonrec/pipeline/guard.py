@@ -44,6 +44,10 @@ EARLY = 16
 EVERY = 2000
 """In one of so many windows a micro-batch is drawn, and compared. Of a model that keeps something between
 its calls so is one in every window from `EARLY` on whose number is a power of two."""
+LOOKED_AT = 8
+"""In one of so many windows, which the seed draws, the functions of a call are looked at."""
+MOST_PATHS, MOST_NODES = 16, 512
+"""Ways through a model that are compared, after which none is looked at; and nodes of one that are."""
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
 NAME = "embedding gradient"
@@ -95,6 +99,18 @@ class Guard:
         self._company: list[Batch] = []  # of one sample each, of small batches
         self._constant: set[str] = set()  # buffers that calls write, each the same values
         self._buffers: dict[str, torch.Tensor] = {}  # all others
+        self._paths: set[frozenset[tuple[str, str]]] = set()  # of calls, by `path_of`
+        self._way: frozenset[tuple[str, str]] | None = None  # of the call under way, once `see` knows it
+        self._looks, self._looks_next = False, True
+
+    def begin_run(self) -> None:
+        """What no module shows may have changed, as an attribute: the next call is looked at."""
+        self._looks_next = True
+
+    def see(self, shown: torch.Tensor | Shown) -> None:
+        """The losses of a training call, or what its samples show, before their backward."""
+        if self._looks:
+            self._way = path_of(shown)
 
     def begin(self) -> None:
         """The model may be another one: if its modules, hooks, switches, parameters or buffers are, sizes
@@ -149,7 +165,20 @@ class Guard:
         if most:
             self._compare(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent, most)
         before = versions(self._buffers.values())
+        drawn = ops.derive_seed(self._config.seed, STREAM + 1, window.update) % LOOKED_AT == 0
+        due = micro_batch == 0 and len(self._paths) < MOST_PATHS
+        self._looks = due and (self._looks_next or drawn)
+        self._way = None
         yield
+        if self._looks:
+            self._looks = self._looks_next = False
+            # By a way that no call before has gone, through a loss that a later step adds, say, or because
+            # of an attribute: compared at once, still before the update.
+            if self._way is not None and self._way not in self._paths:
+                self._paths.add(self._way)
+                if not most:
+                    few = FEW_SAMPLES
+                    self._compare(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent, few)
         if before != versions(self._buffers.values()):
             changed = zip(self._buffers, before, versions(self._buffers.values()), strict=True)
             name = next(name for name, old, new in changed if old != new)
@@ -377,18 +406,21 @@ class _Calls:
         sizes = [1, count - 1] if count <= FEW_SAMPLES else [1, 2, count - 3]
         if 2 < trained < sizes[-1]:
             sizes[-1:] = [trained, sizes[-1] - trained]
+        elif count > FEW_SAMPLES:  # halves: nearly all samples have what all have, as the largest one
+            sizes[-1:] = [sizes[-1] // 2, sizes[-1] - sizes[-1] // 2]
         parts = order.split(sizes)
         with self._without_traces() as (buffers, attributes):
-            original = batch.select(torch.arange(count, dtype=torch.int64, device="cpu"))
+            # A batch of its own: what a call sets on it, or writes into it, is not what training gets.
+            own_batch = batch.select(torch.arange(count, dtype=torch.int64, device="cpu"))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             parameters = Contents(dict(self.model.named_parameters()))
             try:
                 with nullcontext() if again else _Ops() as ops_of_whole:
-                    whole = self._outcome([batch])
+                    whole = self._outcome([own_batch])
                 check()
             except _DrawError as error:
                 self._refuse(f"which draws from torch's global generator ({error})", batch)
-            edited = zip(batch.tensors(), original.tensors(), strict=True)
+            edited = zip(own_batch.tensors(), batch.tensors(), strict=True)
             if not all(same_bits(one, other) for one, other in edited):
                 self._refuse("which changes its batch in place: give it a copy", batch)
             if changed := parameters.put_back(dict(self.model.named_parameters())):
@@ -543,6 +575,22 @@ class _Calls:
             for name, each in self.model.named_buffers():
                 if name in buffers and not same_bits(each, buffers[name]):
                     each.copy_(buffers[name])
+
+
+def path_of(shown: torch.Tensor | Shown) -> frozenset[tuple[str, str]]:
+    """Pairs of functions of autograd of which one gets the other's result; loops of any length are alike."""
+    tensors = [shown] if isinstance(shown, torch.Tensor) else list(shown.values())
+    left, pairs = [each.grad_fn for each in tensors if each.grad_fn is not None], set[tuple[str, str]]()
+    known = set(left)
+    while left:
+        node = left.pop()
+        for before, _ in node.next_functions:
+            if before is not None:
+                pairs.add((node.name(), before.name()))
+                if before not in known and len(known) < MOST_NODES:
+                    known.add(before)
+                    left.append(before)
+    return frozenset(pairs)
 
 
 def _size(batch: Batch) -> tuple[int, int]:

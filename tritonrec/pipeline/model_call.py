@@ -190,6 +190,7 @@ def train_micro_batch(
     scale_exponent: int = 0,
     dlosses: torch.Tensor | None = None,
     gradients_of: Callable[[Represented], Shown] | None = None,
+    see: Callable[[Any], None] = lambda _: None,
 ) -> torch.Tensor:
     """Forward, and backward of the losses' sum times ``2**scale_exponent``; returns the losses (B,) float32.
 
@@ -201,6 +202,7 @@ def train_micro_batch(
         dlosses: (B,) float32, gradients of the losses in the place of ``2**scale_exponent``.
         gradients_of: what a model that `sees_window` shows, by name; drawn ones by default. In the place of
             losses `Represented.values` are returned.
+        see: gets what the model returns, before backward.
 
     Raises TypeError or ValueError where the model returns anything but a float32 loss of each sample that a
     backward pass can start from, ValueError where it changes the batch in place.
@@ -213,11 +215,11 @@ def train_micro_batch(
     with settings.applied(), samples_of(model, batch, seed) as now:
         losses = model(batch, rows, seed)
         if sees_window(model):
-            losses = _backward_of_shown(
-                losses, batch, now, settings, scale_exponent, gradients_of or drawn_gradients(batch, seed)
-            )
+            own = gradients_of or drawn_gradients(batch, seed)
+            losses = _backward_of_shown(losses, batch, now, settings, scale_exponent, own, see)
         else:
             check_losses(losses, batch)
+            see(losses)
             # What modules record or draw in a forward that is
             # computed again inside backward must not count twice.
             now.backward = True
@@ -242,8 +244,10 @@ def _backward_of_shown(
     settings: CallerSettings,
     scale_exponent: int,
     gradients_of: Callable[[Represented], Shown],
+    see: Callable[[Any], None],
 ) -> torch.Tensor:
     represented = Represented.of(shown, batch)
+    see(shown)
     gradients = gradients_of(represented)
     now.backward = True
     with settings.backward():

@@ -99,6 +99,7 @@ class ReferenceTrainer:
             shards.append((group, keys, found, values, sums, places))
 
         losses, precision = [], self.config.exchange.precision
+        see = self._guard.see if self._guard else lambda _: None
         self.outputs = []
         exponent = accumulator.scale_exponent = self.dense.scale_exponent(int(terms), self.fraction_bits)
         for number, batch in enumerate(batches):
@@ -125,10 +126,10 @@ class ReferenceTrainer:
                 call = self.model, batch, by_feature, seed, settings, exponent
                 if sees_window(self.model):
                     loss = _LossOfBatch(*call[:2], seed, settings, exponent, accumulator)
-                    train_micro_batch(*call, gradients_of=loss)
+                    train_micro_batch(*call, gradients_of=loss, see=see)
                     losses.append(loss.losses)
                 else:
-                    losses.append(train_micro_batch(*call))
+                    losses.append(train_micro_batch(*call, see=see))
             self.outputs.append(recorded)
             for leaf, (_group, keys, _found, _values, sums, places) in zip(rows, shards, strict=True):
                 if leaf.grad is not None:

@@ -21,6 +21,7 @@ from ..embedding import HashTableCollection
 from ..embedding.in_flight import check_trainable
 from ..embedding.state_check import check_description
 from ..files.places import Place, place_of
+from ..settings import no_copy
 from .dense import DenseModel
 from .position import LOADER, SupportsState, position_of, positions
 from .recipe import RECIPE, keep_settings, recipe_of, require_described, require_same, with_own_settings
@@ -83,6 +84,8 @@ class TrainingSaver:
             or the next `save` and `wait` raise RuntimeError.
         check: raises where there is no one state to save.
     """
+
+    __reduce_ex__ = no_copy("one alone writes into its folder; ask the trainer of the process for one")
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart
 from ..files.places import Place
 from ..kernels.dispatch import default_impl, usable_device
-from ..settings import typed
+from ..settings import no_copy, typed
 from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
@@ -271,6 +271,7 @@ class Trainer:
         given = self.config, self.tables, self.dense, self._program
         saves = saves_of(saver, save_every, *given, None if self._average is None else self.sync)
         self._saver = saver or self._saver
+        self.guard.begin_run()
         while True:
             try:
                 yield self._turn(source, pause_every, saves)
@@ -538,9 +539,8 @@ class Trainer:
                 "make them anew with a new trainer"
             )
 
-    def __reduce_ex__(self, protocol: object) -> str:
-        # Two trainers of one state would each count steps of their own.
-        raise TypeError("a Trainer has no copy: make a new one of copied model and tables, or save and load")
+    # Two trainers of one state would each count steps of their own.
+    __reduce_ex__ = no_copy("make a new one of copied model and tables, or save and load")
 
     def __enter__(self) -> Trainer:
         return self
