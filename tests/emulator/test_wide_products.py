@@ -11,7 +11,7 @@ from tritonrec import ops
 from tritonrec.kernels import dispatch
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
-# inputs and outputs: a whole tile and what is beyond, rows that cannot be loaded 16 bytes at a time, few outputs
+# inputs, outputs: a tile and more, rows that cannot be loaded 16 bytes at a time, few outputs
 SHAPES = [(80, 130), (50, 130), (64, 33)]
 TOKENS = 131
 

@@ -46,7 +46,7 @@ EVERY_PAIR = [
 POLICIES = {
     "none": TablePolicy(),
     "all": TablePolicy(Eviction("lru", capacity=4, every=2), 2, PrecisionTiers(2, 3), admission_window=3),
-    "size": TablePolicy(Eviction("lru", capacity=6, every=3), precision=PrecisionTiers("256B", every=2)),
+    "size": TablePolicy(Eviction("lru", capacity=6, every=3), precision=PrecisionTiers("256", every=2)),
 }
 EXTREMES = [-(2**63), -(2**63) + 1, -1, 0, 2**63 - 2, 2**63 - 1]
 MODES = ("sequential", "fwp", "dbp", "nestpipe")
