@@ -162,20 +162,3 @@ def test_a_saver_is_of_one_trainer_and_of_one_folder(tmp_path, monkeypatch):
             (tmp_path / "elsewhere").mkdir()
             monkeypatch.chdir(tmp_path / "elsewhere")
             assert one.load(saver) == 2
-
-
-def test_a_writer_that_ignores_its_context_is_an_error_and_no_wait_without_end(tmp_path):
-    def ignoring(directory, context, **options):
-        return Saver(directory, **options)
-
-    with trainer(made(tmp_path, "host")) as training:
-        for step, folder in zip(batches(2), ("first", "second"), strict=True):
-            training.step(step)
-            with (
-                pytest.raises(RuntimeError, match=r"make= of the saver .* enter it around all work"),
-                training.saver(tmp_path / folder, make=ignoring) as saving,
-            ):
-                saving.save(1)
-                if folder == "second":
-                    saving.save(2)
-        training.save(tmp_path / "third")  # whose turn is free

@@ -52,11 +52,12 @@ class Towers(torch.nn.Module):
         item = self.norm(self.item(torch.cat([rows["item"], rows["genre"]], 1)))
         ids = batch.lookups()["item"].ids
         user = self.users(batch, rows).float()  # autocast's products are of lower precision
-        return {"user": user, "item": item, "id": ids, "log_q": batch.log_q}
+        return {"user": user, "item": item, "id": ids, "log_q": batch.log_q, "bias": user.mean(1)}
 
     def window_loss(self, own, window, positions):
         queries = own["user"] * nn.expand(self.scale, len(positions))
-        return nn.in_batch_softmax(queries, window["item"], positions, window["id"], window["log_q"], 0.5)
+        losses = nn.in_batch_softmax(queries, window["item"], positions, window["id"], window["log_q"], 0.5)
+        return losses + own["bias"]
 
 
 def towers(**methods):
@@ -91,19 +92,23 @@ def parts(model=Towers, optimizer=torch.optim.Adam):
     return made, tables, optimizer(made.parameters(), lr=0.05)
 
 
-def trained(mode, ranks=1, model=Towers, steps=5, replicas=1, nodes=1, trust=False, **window):
+def of_rank(communicators, mode, model, steps, trust, window):
+    made = parts(model)
+    config = with_values(WindowConfig(seed=4), window)
+    with Trainer(*made, communicators, mode, config, trust_model=trust) as trainer:
+        rank, count = communicators.rank, communicators.world_size
+        results = list(trainer.run(batch(step, None, rank, count) for step in range(steps)))
+    return results, [each.detach() for each in made[0].parameters()], made[1].export()
+
+
+def trained(mode, ranks=1, model=Towers, steps=5, replicas=1, nodes=1, trust=False, pool=None, **window):
     """Losses by sample of each step, parameters, and rows by table and id, of all ranks."""
     window.setdefault("micro_batches", 1 if mode == "reference" else 4)
-
-    def run(communicators):
-        made = parts(model)
-        config = with_values(WindowConfig(seed=4), window)
-        with Trainer(*made, communicators, mode, config, trust_model=trust) as trainer:
-            rank, count = communicators.rank, communicators.world_size
-            results = list(trainer.run(batch(step, None, rank, count) for step in range(steps)))
-        return results, [each.detach() for each in made[0].parameters()], made[1].export()
-
-    found = run_ranks(ranks, run, replicas, nodes)
+    given = mode, model, steps, trust, window
+    if pool is None:
+        found = run_ranks(ranks, lambda here: of_rank(here, *given), replicas, nodes)
+    else:
+        found = pool.run(of_rank, ranks, *given)
     losses = []
     for results in zip(*(each[0] for each in found), strict=True):
         assert len({result.loss for result in results}) == 1
@@ -132,6 +137,13 @@ def test_every_mode_cut_and_world_has_the_bits_of_one_process(reference, mode, r
     clustering = (ranks + micro_batches) % 2 == 1
     got = trained(mode, ranks, micro_batches=micro_batches, clustering=clustering)
     assert same(got, reference)
+
+
+@pytest.mark.multi_rank
+@pytest.mark.parametrize("sums", slow_except(["packed"], ["packed", "whole"]))
+def test_processes_one_of_which_has_no_samples_have_the_bits_of_one(reference, pool, sums):
+    assert not len(batch(0, None, 2, 4).sample_ids)
+    assert same(trained("nestpipe", 4, pool=pool, exchange_sums=sums), reference)
 
 
 SWITCHES = [
@@ -171,7 +183,7 @@ def plainly(model, tables, given):
     logits = user * weights["scale"] @ item.T / 0.5 - given.log_q.double()
     ids, own = given.lookups()["item"].ids, torch.eye(given.num_samples, dtype=torch.bool)
     logits = logits.masked_fill((ids[:, None] == ids) & ~own, -torch.inf)
-    losses = logits.logsumexp(1) - logits.diagonal()
+    losses = logits.logsumexp(1) - logits.diagonal() + user.mean(1)
     losses.mean().backward()
     return losses.detach(), {name: each.grad for name, each in weights.items()}
 

@@ -65,6 +65,17 @@ def size_of(path: Place) -> int:
 
 
 @contextmanager
+def reported(what: str, advice: str = "") -> Iterator[None]:
+    """Any error inside as a CheckpointError, which says `what` before it and `advice` behind it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {describe(error)}{advice}") from error
+
+
+@contextmanager
 def partial_of(directory: Place, name: str) -> Iterator[Path]:
     """Yield where a file is written before `publish`: beside its place, or here for one at a URL."""
     if isinstance(directory, RemotePath):

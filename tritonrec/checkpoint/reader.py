@@ -19,7 +19,7 @@ from ..files.places import Place, place_of
 from ..kernels import launch
 from ..kernels.arguments import check_rank
 from . import slices
-from .files import CheckpointError, describe, manifest_of, size_of, steps
+from .files import CheckpointError, describe, manifest_of, reported, size_of, steps
 from .manifest import ERASED, MAX_HEADER_BYTES, read_manifest
 from .writer import Saved, columns_of, difference, differences
 
@@ -116,7 +116,8 @@ class CheckpointStream:
         directory, step: as of `load`.
 
     Attributes:
-        step: number of steps of the saved state. meta: as saved. world_size: of the run that saved.
+        directory: of the checkpoint. step: number of steps of the saved state. meta: as saved. world_size: of
+            the run that saved.
         digest: of the manifest, which has those of all files.
         saved: the checkpoint as a base of changes. layers: saves that it is made of.
         columns: by table and column the dtype and the shape of a row, such as ``("float32", [64])``.
@@ -126,17 +127,25 @@ class CheckpointStream:
     Raises CheckpointError as `load`.
     """
 
+    advice = ""  # of errors
+
     def __init__(self, directory: Place | str, step: int | None = None):
-        self._directory = place_of(directory)
-        available = steps(self._directory)
+        self.directory = place_of(directory)
+        available = steps(self.directory)
         if step is None and not available:
-            raise CheckpointError(f"{self._directory} holds no checkpoint")
-        self.step = available[-1] if step is None else step
-        others = [other for other in available if other != self.step]
-        self.advice = f"; the directory also holds step {others[-1]}" if others else ""  # of errors
-        self.path = manifest_of(self._directory, self.step)
-        self._body = read_manifest(self.path, self.advice)
+            raise CheckpointError(f"{self.directory} holds no checkpoint")
+        step = available[-1] if step is None else step
+        others = [other for other in available if other != step]
+        if others:
+            self.advice = f"; the directory also holds step {others[-1]}"
+        self.path = manifest_of(self.directory, step)
+        self._take(read_manifest(self.path, self.advice))
         self.saved = Saved(self.step, self.path, self._body["manifest_sha256"], 0)
+
+    def _take(self, manifest: dict[str, Any]) -> None:
+        """The attributes that a manifest says."""
+        self._body = manifest
+        self.step: int = self._body["step"]
         self._layers = {name: table["layers"] for name, table in self._body["tables"].items()}
         self.layers = max(map(len, self._layers.values()), default=1)
         self.meta: dict[str, Any] = self._body["meta"]
@@ -257,7 +266,7 @@ class CheckpointStream:
         }
         if actual != expected:
             raise CheckpointError(
-                f"{self._directory / part['file']} holds {actual} of table {table!r}, but the manifest says "
+                f"{self.directory / part['file']} holds {actual} of table {table!r}, but the manifest says "
                 f"{expected}{self.advice}"
             )
         first, last = slices.slices_of((part["begin"], part["end"]))
@@ -266,14 +275,14 @@ class CheckpointStream:
             of_column[column] = found = slices.slice_of(tensors[column]).numpy()
             if len(found) and (found[0] < first or found[-1] > last or (found[1:] < found[:-1]).any()):
                 raise CheckpointError(
-                    f"{self._directory / part['file']} was altered: its keys are not in the order of slices "
+                    f"{self.directory / part['file']} was altered: its keys are not in the order of slices "
                     f"{first} to {last}{self.advice}"
                 )
         return _Part(last, tensors, of_column["keys"], of_column[ERASED])
 
     def _read(self, entry: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Tensor]:
         """Read the tensors of a file for the given part of a table, and check size, header and checksum."""
-        path = self._directory / entry["file"]
+        path = self.directory / entry["file"]
         size: int | None = None
         try:
             size = size_of(path)
@@ -304,12 +313,9 @@ class CheckpointStream:
             )
         self.files.append(entry["file"])
         self.bytes_read += len(content)
-        try:
+        # safetensors and torch raise many types for wrong dtypes and offsets
+        with reported(f"{path} was altered, or is no file of a checkpoint", self.advice):
             return parse(content)
-        except Exception as error:  # safetensors and torch raise many types for wrong dtypes and offsets
-            raise CheckpointError(
-                f"{path} was altered, or is no file of a checkpoint: {describe(error)}{self.advice}"
-            ) from error
 
 
 def _header_error(file: IO[bytes], size: int, part: Mapping[str, Any]) -> str | None:

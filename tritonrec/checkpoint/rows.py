@@ -88,6 +88,13 @@ def sort_by_part(cuts: list[int]) -> Callable[[Tensor], tuple[np.ndarray, list[i
     return sort
 
 
+def sources_of(tables: Mapping[str, Mapping[str, Tensor] | Rows]) -> dict[str, Rows]:
+    """Rows of each table, by its name in order."""
+    return {
+        name: TensorRows(rows) if isinstance(rows, Mapping) else rows for name, rows in sorted(tables.items())
+    }
+
+
 def close_rows(tables: Mapping[str, Mapping[str, Tensor] | Rows]) -> None:
     """Close all `Rows` among the tables."""
     for rows in tables.values():

@@ -47,6 +47,7 @@ class Saver:
             The first one is also full, and one after a failed save, one at the step of the last checkpoint,
             or after files of that were removed.
         context: makes a context manager for the thread's work, from the step.
+        write: called as `save` of the package is, to write a checkpoint elsewhere. It is full then.
 
     Raises:
         CheckpointError: another run saves into the directory, or it cannot be created.
@@ -68,13 +69,14 @@ class Saver:
         gather: Gather = single_rank,
         full_every: int = 1,
         context: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        write: Callable[..., Saved | None] = save,
     ):
         if full_every < 0:
             raise ValueError(f"full_every must be 0 or more, got {full_every}")
         check_rank(rank, world_size)
         self.directory = place_of(directory).absolute()  # a thread writes later, wherever the program is then
         self.rank, self.world_size, self.gather = rank, world_size, gather
-        self.full_every, self.context = full_every, context
+        self.full_every, self.context, self.write = full_every, context, write
         self.blocked = self.waited = self.seconds = 0.0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -199,7 +201,7 @@ class Saver:
     def _write(self, began: float, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         try:
             with self.context(arguments[0]):
-                self._last = save(
+                self._last = self.write(
                     self.directory,
                     *arguments,
                     rank=self.rank,

@@ -39,7 +39,7 @@ from .manifest import (
     label_of,
     read_manifest,
 )
-from .rows import Rows, TensorRows, sort_by_part
+from .rows import Rows, TensorRows, sort_by_part, sources_of
 from .tensor_file import save_file
 
 Tables = Mapping[str, Mapping[str, Tensor] | Rows]
@@ -47,6 +47,9 @@ Tables = Mapping[str, Mapping[str, Tensor] | Rows]
 
 THREADS = 2
 """That read, checksum, write and flush parts, each one at a time."""
+
+NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+"""Erased keys of a full checkpoint."""
 
 _FOLDER = re.compile(r"step-\d{12}")
 
@@ -116,10 +119,7 @@ def save(
 
     with agreement.phase() as report:
         _check_tables(tables, base, erased)
-        sources: dict[str, Rows] = {
-            name: TensorRows(rows) if isinstance(rows, Mapping) else rows
-            for name, rows in sorted(tables.items())
-        }
+        sources = sources_of(tables)
         columns = columns_of({name: rows.like for name, rows in sources.items()})
         if rank == 0:
             _check_meta(meta)
@@ -137,10 +137,9 @@ def save(
     # Until the manifest is there no reader sees the files. A rank that fails makes all remove theirs.
     with agreement.phase(undo=lambda: prune(directory, kept=None)) as report:
         (directory / folder_of(step)).mkdir(parents=True, exist_ok=True)
-        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         with _Files(directory, step, rank) as new:
             report["tables"] = {
-                name: _write_table(new, name, rows, (erased or {}).get(name, nothing), rank, world_size)
+                name: write_table(new.write, name, rows, (erased or {}).get(name, NOTHING), rank, world_size)
                 for name, rows in sources.items()
             }
             if rank == 0:
@@ -160,21 +159,7 @@ def save(
                     for report in written
                 ),
             )
-            body = {
-                "format": FORMAT,
-                "version": VERSION,
-                "step": step,
-                "world_size": world_size,
-                "dense": written[0]["dense"],
-                "tables": {
-                    name: {
-                        "columns": columns[name],
-                        "layers": [*layers.get(name, ()), _layer(step, world_size, name, written)],
-                    }
-                    for name in columns
-                },
-                "meta": dict(meta),
-            }
+            body = body_of(step, world_size, written[0]["dense"], sources, layers, written, meta)
             report["sha256"] = _publish_manifest(directory, step, body)
     if rank == 0:
         # A file that cannot be removed does no harm; the next save fails and names it.
@@ -315,10 +300,18 @@ def _prepare(
     return layers
 
 
-def _write_table(
-    new: _Files, name: str, rows: Rows, erased: Tensor, rank: int, world_size: int
+def write_table(
+    write: Callable[[str, Callable[[], dict[str, Tensor] | None], dict[str, Any], dict[str, Any]], None],
+    name: str,
+    rows: Rows,
+    erased: Tensor,
+    rank: int,
+    world_size: int,
 ) -> list[dict[str, Any]]:
-    """Write this rank's rows of one table; returns the manifest's entries of its parts."""
+    """Write this rank's rows of one table, by `_Files.write`, say.
+
+    Returns the manifest's entries of its parts, in the order of their slices.
+    """
     # Parts by this rank's bytes: about PART_BYTES a file,
     # so that another world size reads few bytes too many.
     width = sum(values.element_size() * prod(values.shape[1:]) for values in rows.like.values())
@@ -344,7 +337,7 @@ def _write_table(
         entry: dict[str, Any] = {"begin": begin, "end": end, "rank": rank, "rows": 0, ERASED: 0}
         entry |= {"file": None, "bytes": 0, "sha256": None}
         header = {"table": name, "begin": begin, "end": end}
-        new.write(label_of(name, (begin, end)), partial(tensors_of, number, entry), header, entry)
+        write(label_of(name, (begin, end)), partial(tensors_of, number, entry), header, entry)
         entries.append(entry)
     return entries
 
@@ -431,12 +424,36 @@ class _Files:
         entry |= {"file": f"{self._folder}/{name}", "bytes": size, "sha256": digest}
 
 
-def _layer(step: int, world_size: int, name: str, written: list[dict[str, Any]]) -> dict[str, Any]:
-    parts = [part for report in written for part in report["tables"][name]]
-    problem = slices.tiling_error([(part["begin"], part["end"]) for part in parts])
-    if problem:
-        raise CheckpointError(f"table {name!r}: {problem}")
-    return {"step": step, "world_size": world_size, "parts": parts}
+def body_of(
+    step: int,
+    world_size: int,
+    dense: Mapping[str, Any],
+    sources: Mapping[str, Rows],
+    below: Mapping[str, list[Any]],
+    written: list[dict[str, Any]],
+    meta: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A manifest of what all ranks have written, on top of the layers `below`, by table.
+
+    Raises CheckpointError for slices that nobody has.
+    """
+    tables = {}
+    for name, kinds in columns_of({name: rows.like for name, rows in sources.items()}).items():
+        parts = [part for report in written for part in report["tables"][name]]
+        problem = slices.tiling_error([(part["begin"], part["end"]) for part in parts])
+        if problem:
+            raise CheckpointError(f"table {name!r}: {problem}")
+        layer = {"step": step, "world_size": world_size, "parts": parts}
+        tables[name] = {"columns": kinds, "layers": [*below.get(name, ()), layer]}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "world_size": world_size,
+        "dense": dense,
+        "tables": tables,
+        "meta": dict(meta),
+    }
 
 
 def _publish_manifest(directory: Place, step: int, body: Mapping[str, Any]) -> str:

@@ -125,8 +125,7 @@ class TopicStream(Generic[BatchType]):
         self.step, self.start = step, [*counts_of(offsets, *offsets)]
 
     def _identity(self) -> dict[str, Any]:
-        topic = self.topic
-        about = {"topic": topic.name, "partitions": topic.partitions, "batch_size": self.batch_size}
+        about = {"topic": self.topic.name, "partitions": self.topic.partitions, "batch_size": self.batch_size}
         return {"kind": type(self).__name__, **about}
 
 

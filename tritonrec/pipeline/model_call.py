@@ -98,6 +98,8 @@ def samples_of(model: torch.nn.Module, batch: Batch, seed: Seed) -> AbstractCont
 
 Shown = dict[str, torch.Tensor]
 """By name what samples show to the others of their global batch, (b, ...)."""
+ID = ""
+"""The name of the sample id among what is shown."""
 DRAWN = 0x73686F77  # one Philox stream for gradients that are drawn
 
 
@@ -114,17 +116,24 @@ class Column(NamedTuple):
         """Of a row."""
         return math.prod(self.shape)
 
+    @property
+    def bytes(self) -> int:
+        """Of a row."""
+        return self.values * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Represented:
-    """What the samples of a micro-batch show, as bytes.
+    """What the samples of a micro-batch show, as bytes, so that one message takes columns of any dtypes::
+
+        column 0 | column 1 | ... | sample id, 8 bytes     one row a sample
 
     Args:
-        values: (b, n) uint8: 8 of the sample id, then those of each column. columns: () without samples.
+        values: (b, n) uint8. columns: those of the model, and `ID`.
     """
 
     values: torch.Tensor
-    columns: tuple[Column, ...] = ()
+    columns: tuple[Column, ...]
 
     @classmethod
     def of(cls, shown: Shown, batch: Batch) -> Represented:
@@ -134,10 +143,8 @@ class Represented:
         expected = "a model with window_loss must return a dict of tensors with a row for each sample"
         if not isinstance(shown, dict):
             raise TypeError(f"{expected}; it returned {type(shown).__name__}")
-        # As bytes, so that one message takes columns of any dtypes:
-        #     sample id, 8 bytes | column 0 | column 1 | ...     one row a sample
-        columns, parts = [], [batch.sample_ids.contiguous().view(-1, 1).view(torch.uint8)]
-        for name, each in shown.items():
+        columns, parts = [], []
+        for name, each in {**shown, ID: batch.sample_ids}.items():
             if not isinstance(each, torch.Tensor) or each.shape[:1] != (batch.num_samples,):
                 found = tuple(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
                 raise ValueError(f"{expected}; {name} is {found}, of {batch.num_samples} samples")
@@ -161,7 +168,8 @@ def represent(
 ) -> Represented:
     """What the samples of a micro-batch show, of a model that `sees_window`; its graph is dropped."""
     if not batch.num_samples:
-        return Represented(torch.zeros(0, 0, dtype=torch.uint8, device=batch.sample_ids.device))
+        columns = Column("nothing", torch.float32, (1,), True), Column(ID, torch.int64, (), False)
+        return Represented(torch.zeros(0, 12, dtype=torch.uint8, device=batch.sample_ids.device), columns)
     with settings.applied(), samples_of(model, batch, seed):
         return Represented.of(model(batch, rows, seed), batch)
 
@@ -218,23 +226,36 @@ def train_micro_batch(
             own = gradients_of or drawn_gradients(batch, seed)
             losses = _backward_of_shown(losses, batch, now, settings, scale_exponent, own, see)
         else:
-            check_losses(losses, batch)
-            see(losses)
-            # What modules record or draw in a forward that is
-            # computed again inside backward must not count twice.
-            now.backward = True
-            if batch.loss_terms:
-                # The gradient of the sum of the losses: each sample's
-                # is 1, times the power of two of the loss scaler.
-                scale = torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses
-                with settings.backward():
-                    losses.backward(scale)
+            backward_of(losses, batch, now, settings, scale_exponent, dlosses, see)
     if versions(tensors) != before:
         raise ValueError(
             "the model changes its batch in place, which is the caller's, or a copy, by the cut into "
             "micro-batches: let it work on a copy of the tensor (tensor.clone())"
         )
     return losses.detach()
+
+
+def backward_of(
+    losses: torch.Tensor,
+    batch: Batch,
+    now: Samples,
+    settings: CallerSettings,
+    scale_exponent: int,
+    dlosses: torch.Tensor | None = None,
+    see: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Backward of what the model returned `now`; errors and arguments as of `train_micro_batch`."""
+    check_losses(losses, batch)
+    see(losses)
+    # What modules record or draw in a forward that is
+    # computed again inside backward must not count twice.
+    now.backward = True
+    if batch.loss_terms:
+        # The gradient of the sum of the losses: each sample's
+        # is 1, times the power of two of the loss scaler.
+        scale = torch.full_like(losses, 2.0**scale_exponent) if dlosses is None else dlosses
+        with settings.backward():
+            losses.backward(scale)
 
 
 def _backward_of_shown(

@@ -192,10 +192,8 @@ class _LossOfBatch:
     losses: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float32, device="cpu"))
 
     def __call__(self, represented: Represented) -> Shown:
-        gathered, sums = gather([represented], Communicator()), {}
-        for column in (each for each in represented.columns if each.trained):
-            shown = gathered.shown[column.name]
-            sums[column.name] = torch.zeros_like(shown, dtype=torch.int64)
+        gathered = gather([represented], Communicator())
+        sums = gathered.zeros(exact=True)
         self.losses, own = losses_of(
             self.model, self.batch, gathered.shown, gathered.positions, self.seed, self.settings,
             self.scale_exponent, self.accumulator, sums,

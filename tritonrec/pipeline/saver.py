@@ -80,8 +80,7 @@ class TrainingSaver:
         meta: values of the caller's that JSON keeps unchanged, saved with every checkpoint as they are then.
         loader: its position is saved too. config: of the training.
         vocabularies: gives those of the tables' ids at a save.
-        make: of what writes, called and used as `checkpoint.Saver` is; all its work is inside of ``context``,
-            or the next `save` and `wait` raise RuntimeError.
+        write: as of `checkpoint.Saver`.
         check: raises where there is no one state to save.
     """
 
@@ -98,7 +97,7 @@ class TrainingSaver:
         loader: SupportsState | None = None,
         config: WindowConfig | None = None,
         vocabularies: Callable[[], Mapping[str, Vocabulary]] = dict,
-        make: Callable[..., Any] = checkpoint.Saver,
+        write: Callable[..., Any] = checkpoint.save,
         check: Callable[[], None] = lambda: None,
     ):
         for key in (DENSE, LOADER, EMBEDDING, PRECISION, RECIPE):
@@ -108,20 +107,21 @@ class TrainingSaver:
         self.tables, self.dense, self.meta = tables, dense, meta
         self._vocabularies, self._check = vocabularies, check
         self.directory, self._incremental = place_of(directory).absolute(), full_every != 1
-        self._saver: Any = None
-        self._entered, self._left = True, False  # `context`, by the last save; this saver
+        self._saver: checkpoint.Saver | None = None
+        self._left = False
         self.taken: Taken | None = None  # of a run, to be written
         # All savers have one group: a save under way, of another one, ends before this one's collectives.
         self._turn = ExitStack()
         if communicators.saves:
             with communicators.checkpoint.turn:
-                self._saver = make(
+                self._saver = checkpoint.Saver(
                     directory,
                     rank=communicators.shard,
                     world_size=communicators.shards,
                     gather=communicators.checkpoint.all_gather_texts,
                     full_every=full_every,
                     context=self._writing,
+                    write=write,
                 )
 
     def save(self, step: int, meta: Mapping[str, Any] | None = None) -> None:
@@ -154,7 +154,6 @@ class TrainingSaver:
         at = {} if self._loader is None else {LOADER: positions(self._communicators, self._loader, step)}
         taken = Taken(self, step, at)
         if self._saver is not None:
-            self._check_entered()
             with self._communicators.checkpoint.turn:
                 taken.full = self._saver.next_is_full(step)
             taken.dense = tensors_of(self._vocabularies())
@@ -165,16 +164,13 @@ class TrainingSaver:
         taken, self.taken = self.taken, None
         if taken is None or self._saver is None:
             return
-        self._check_entered()
         self._communicators.checkpoint.turn.acquire()
         turn = self._turn = ExitStack()
         turn.callback(self._communicators.checkpoint.turn.release)
-        self._entered = False
         try:
             values = {**self.meta, **(meta or {}), **taken.values}  # the caller's mapping may raise
             self._saver.save(taken.step, taken.dense, taken.tables, values, owned=True, **taken.erased)
         except BaseException:
-            self._entered = True
             turn.close()
             taken.close()
             self.lose()
@@ -190,7 +186,6 @@ class TrainingSaver:
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
         """Around the work of the thread that writes, at whose end the turn of this save is over."""
-        self._entered = True
         with self._turn, self._communicators.watch.doing(f"save({step})"):
             yield
 
@@ -238,19 +233,6 @@ class TrainingSaver:
         self.begin()
         if self._saver is not None:
             self._saver.wait()
-            self._check_entered()
-
-    def _check_entered(self) -> None:
-        """Raise RuntimeError where the last save has ended without its `context`, and with it its turn."""
-        if not self._entered:
-            self._saver.wait()
-        if not self._entered:
-            self._entered = True
-            self._turn.close()
-            raise RuntimeError(
-                "what make= of the saver returned has saved outside of the context= that it was given: enter "
-                "it around all work of a save, as checkpoint.Saver does"
-            )
 
     def __enter__(self) -> TrainingSaver:
         self._left = False
@@ -266,8 +248,6 @@ class TrainingSaver:
         finally:
             if self._saver is not None:
                 self._saver.__exit__(kind, *rest)
-        if self._saver is not None and kind is None:
-            self._check_entered()
 
 
 def restore(
@@ -301,7 +281,9 @@ def restore(
         meta.pop(PRECISION, None)
         accept(meta)
         if plain is None:
-            raise ValueError(f"the checkpoint in {directory} was not saved by a Trainer of this version")
+            raise ValueError(
+                f"the checkpoint in {stream.directory} was not saved by a Trainer of this version"
+            )
         state = unflatten(plain, {f"{DENSE}/{name}": tensor for name, tensor in tensors.items()})
         saved = vocabularies_of(tensors)
         for name in sorted(saved.keys() & (vocabularies or {}).keys()):
@@ -311,7 +293,7 @@ def restore(
         checked["step"] = stream.step
         rows = partial(_read_rows, stream, communicators, tables)
         load = prepare(communicators, dense, state, rows, loader, at, changed)
-        where = f"the checkpoint in {directory}"
+        where = f"the checkpoint in {stream.directory}"
         if described is not None:
             check_description(described, stream.columns)
         require_same(recipe, recipe_of(tables, dense, config), changed, where)

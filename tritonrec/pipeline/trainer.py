@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from .. import ops
-from ..checkpoint import Saver
+from .. import checkpoint, ops
 from ..data import Batch, Vocabulary
 from ..data.batch import iterator_of, require_iterator
 from ..data.loader import NextItems
@@ -383,13 +382,13 @@ class Trainer:
         meta: Mapping[str, Any] | None = None,
         full_every: int = 1,
         loader: SupportsState | None = None,
-        make: Callable[..., Any] = Saver,
+        write: Callable[..., Any] = checkpoint.save,
     ) -> TrainingSaver:
         """A context manager whose ``save(step)`` writes everything beside the training (`TrainingSaver`)."""
         self._check_whole()
         return TrainingSaver(
             self._communicators, directory, self.tables, self.dense, meta or {}, full_every, loader,
-            self.config, lambda: self.vocabularies, make, self._check_averaged,
+            self.config, lambda: self.vocabularies, write, self._check_averaged,
         )  # fmt: skip
 
     def save(

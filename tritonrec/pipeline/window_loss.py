@@ -10,9 +10,8 @@ A model that has a `window_loss` is computed in two passes (GradCache, Gao et al
 Rows and parameters are frozen meanwhile, so the second forward gives the same. No bit depends on the cut or
 on the ranks: the order is that of ids; a sample's loss is computed row by row against the whole batch; what a
 sample gets as a candidate of others is a sum over their rows, made of terms in fixed point like the gradient
-of a parameter, and sent to the rank that has the sample.
-
-Dimensions: b samples of a micro-batch or rank, B samples of the global batch.
+of a parameter, and sent to the rank that has the sample. Dimensions: b samples of a micro-batch or rank, B of
+the global batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..distributed import Communicator
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import recording
-from .model_call import CallerSettings, Column, Represented, Shown, check_losses, samples_of
+from .model_call import ID, CallerSettings, Column, Represented, Shown, backward_of, samples_of
 from .precision import unscaled
 from .streams import to_host
 from .sums import Sent, Sums, counted_all_to_all
@@ -44,19 +43,15 @@ class WindowLossModel(Protocol):
     def __call__(self, batch: Batch, rows: dict[str, torch.Tensor], seed: int) -> Shown:
         """What each sample shows to the others, by name: tensors (b, ...), each row of its sample alone.
 
-        Those with a gradient are float32, as embeddings of users and items; others may be of any type, as
-        ids and log probabilities.
+        Those with a gradient are float32, as embeddings of users and items.
         """
 
     def window_loss(self, own: Shown, window: Shown, positions: torch.Tensor) -> torch.Tensor:
-        """Losses (b,) float32 of some samples, each of its own row and the whole `window` alone.
+        """Losses (b,) float32 of the samples that show `own`, each of its own row and the `window` alone.
 
-        Args:
-            own: what these samples show, (b, ...). window: what all samples of the global batch do, (B, ...),
-                in the order of their ids. positions: (b,) int64, where `own` are in it.
-
-        At consistency ``"batch"`` the gradient of a tensor of `window` goes through an op with exact sums:
-        ``ops.linear(own["user"], window["item"])``.
+        The `window` is what all samples of the global batch show, (B, ...), in the order of their ids; `own`
+        are at `positions`, (b,) int64. At consistency ``"batch"`` the gradient of a tensor of it goes through
+        an op with exact sums: ``ops.linear(own["user"], window["item"])``.
         """
 
 
@@ -79,33 +74,35 @@ class WindowLoss:
 
 
 class Gathered(NamedTuple):
-    """What all samples of a global batch show.
+    """What all samples of a global batch show; nothing on a rank without samples."""
 
-    Args:
-        shown: (B, ...) by name, in the order of sample ids; {} on a rank without samples.
-        columns: of it. rank: of this process.
-        places: (B,) int64, where the samples of each rank are, one rank after the other.
-        sizes: samples of each rank. dim: values with a gradient, of each sample.
-    """
+    shown: Shown  # (B, ...) by name, in the order of sample ids
+    trained: list[Column]  # of it: those with a gradient
+    positions: torch.Tensor  # (b,) int64, where this rank's samples are
+    places: torch.Tensor  # (B,) int64, where those of each rank are, one rank after the other
+    sent: list[int]  # samples to each rank
+    came: list[int]  # and from each
 
-    shown: Shown
-    columns: tuple[Column, ...]
-    rank: int
-    places: torch.Tensor
-    sizes: list[int]
-    dim: int
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """(b,) int64 of this rank's samples."""
-        start = sum(self.sizes[: self.rank])
-        return self.places[start : start + self.sizes[self.rank]]
-
-    def zeros(self, sums: Sums) -> Shown:
+    def zeros(self, exact: bool) -> Shown:
         """(B, ...) by name, for sums of the gradients of `shown`."""
-        trained = [column for column in self.columns if column.trained]
-        flat = {each.name: sums.zeros(len(self.places), each.values) for each in trained}
-        return {each.name: flat[each.name].view(-1, *each.shape) for each in trained}
+        dtype = torch.int64 if exact else torch.float32
+        return {each.name: torch.zeros_like(self.shown[each.name], dtype=dtype) for each in self.trained}
+
+    def of_candidates(self, totals: Shown, sums: Sums, over: Communicator, counts: LookupCounts) -> Shown:
+        """By name the gradients (b, ...) float32 of this rank's samples as candidates of all ranks' samples,
+        from `totals` (B, ...), the sums of this rank. Collective.
+        """
+        own, takers = len(self.positions), sum(map(bool, self.sent))
+        # From each rank come the sums for all of this rank's samples, in their order.
+        targets = torch.arange(own, dtype=torch.int64, device=self.places.device).repeat(takers)
+        outs = [sums.zeros(own, each.values) for each in self.trained]
+        parts = [
+            Sent(totals[each.name].view(-1, each.values), self.places, self.came, out, targets, self.sent)
+            for each, out in zip(self.trained, outs, strict=True)
+        ]
+        sums.send_to_owners(counts, over, parts, NAME)
+        means = zip(self.trained, (sums.divide(out, 1) for out in outs), strict=True)
+        return {each.name: mean.view(-1, *each.shape) for each, mean in means}
 
 
 def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | None = None) -> Gathered:
@@ -113,51 +110,45 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
 
     Raises ValueError for a sample id that is there twice, and where samples show other tensors.
     """
-    filled = [part for part in parts if part.columns] or parts[:1]
+    filled = [part for part in parts if len(part.values)] or parts[:1]
     columns = filled[0].columns
     same = "give every sample the same names, shapes and types, in the same order"
     for part in filled:
         if part.columns != columns:
             raise ValueError(f"micro-batches show {_words(columns)} and {_words(part.columns)}: {same}")
     own = torch.cat([part.values for part in filled])
-    dim = sum(column.values for column in columns if column.trained)
     kind = zlib.crc32(repr(columns).encode())
-    mine = torch.tensor([[len(own), own.shape[1], dim, kind]], dtype=torch.int64, device=own.device)
-    # The same row for every rank: an all-gather of four numbers.
-    every = over.all_to_all_equal(mine.repeat(over.world_size, 1))
-    sizes, widths, dims, kinds = (
-        [int(value) for value in each] for each in zip(*to_host(every).tolist(), strict=True)
-    )
-    for rank, (size, other) in enumerate(zip(sizes, kinds, strict=True)):
+    mine = torch.tensor([[len(own), kind]], dtype=torch.int64, device=own.device)
+    # The same row for every rank: an all-gather of two numbers.
+    every = to_host(over.all_to_all_equal(mine.repeat(over.world_size, 1))).tolist()
+    for rank, (size, other) in enumerate(every):
         if size and len(own) and other != kind:
             raise ValueError(
                 f"rank {rank} shows other tensors than rank {over.rank}, which has {_words(columns)}: {same}"
             )
-    # A rank without samples knows no columns. It takes part
+    # Samples are gathered by the ranks that have some: only those compute losses. One without any takes part
     # in the exchange, sends nothing and is sent nothing.
-    if not len(own):
-        nothing = torch.zeros(0, dtype=torch.int64, device=own.device)
-        counted_all_to_all(counts, over, own.new_empty(0, max(widths)), [0] * len(sizes), [0] * len(sizes))
-        return Gathered({}, (), over.rank, nothing, sizes, max(dims))
-    # Samples are gathered by the ranks that have some: only those compute losses.
-    takers = [size > 0 for size in sizes]
-    send = [len(own) * taker for taker in takers]
-    values = counted_all_to_all(counts, over, own.repeat(sum(takers), 1), send, sizes)
-    # The order of ids is the same for any cut and any ranks. The
-    # clone is contiguous, so its bytes can be viewed as int64.
-    ids, order = values[:, :8].clone(memory_format=torch.contiguous_format).view(torch.int64).view(-1).sort()
-    if bool((ids[1:] == ids[:-1]).any()):
-        twice = int(ids[1:][ids[1:] == ids[:-1]][0])
-        raise ValueError(f"sample {twice} is twice in a global batch, whose order is that of sample ids")
-    places = torch.empty_like(order)
+    sent = [len(own) * (size > 0) for size, _ in every]
+    came = [size * (len(own) > 0) for size, _ in every]
+    values = counted_all_to_all(counts, over, own.repeat(sum(map(bool, sent)), 1), sent, came)
+    parts_of = zip(columns, values.split([each.bytes for each in columns], 1), strict=True)
+    # Clones are contiguous, so their bytes can be viewed as another type.
+    clones = {each: part.clone(memory_format=torch.contiguous_format) for each, part in parts_of}
+    shown = {each.name: part.view(each.dtype).view(-1, *each.shape) for each, part in clones.items()}
+    ids, order = shown.pop(ID).sort()
+    twice = ids[1:][ids[1:] == ids[:-1]]
+    if len(twice):
+        raise ValueError(f"sample {int(twice[0])} is twice in a global batch, which is in the order of ids")
     # The inverse of the sort: from "as it came" to "in the order of ids".
-    places[order] = torch.arange(len(order), dtype=torch.int64, device=order.device)
-    return Gathered(_unpack(values[order], columns), columns, over.rank, places, sizes, dim)
+    places = order.argsort()
+    shown = {name: each[order] for name, each in shown.items()}
+    trained = [column for column in columns if column.trained]
+    return Gathered(shown, trained, places.split(came)[over.rank], places, sent, came)
 
 
 def _words(columns: tuple[Column, ...]) -> str:
     return ", ".join(
-        f"{each.name} (b{''.join(f', {size}' for size in each.shape)}) {each.dtype}" for each in columns
+        f"{each.name} (b{''.join(f', {size}' for size in each.shape)}) {each.dtype}" for each in columns[:-1]
     )
 
 
@@ -168,27 +159,10 @@ class _ByName(Shown):
         raise ValueError(f"window_loss reads {name!r}, but the model's forward shows {', '.join(self)}")
 
 
-def _unpack(values: torch.Tensor, columns: tuple[Column, ...]) -> Shown:
-    shown, at = {}, 8
-    for column in columns:
-        stop = at + column.values * column.dtype.itemsize
-        part = values[:, at:stop].clone(memory_format=torch.contiguous_format)
-        shown[column.name] = part.view(column.dtype).view(-1, *column.shape)
-        at = stop
-    return shown
-
-
 def losses_of(
-    model: torch.nn.Module,
-    batch: Batch,
-    window: Shown,
-    positions: torch.Tensor,
-    seed: Seed,
-    settings: CallerSettings,
-    scale_exponent: int,
-    accumulator: GradientAccumulator,
-    sums: Shown,
-) -> tuple[torch.Tensor, Shown]:
+    model: torch.nn.Module, batch: Batch, window: Shown, positions: torch.Tensor, seed: Seed,
+    settings: CallerSettings, scale_exponent: int, accumulator: GradientAccumulator, sums: Shown,
+) -> tuple[torch.Tensor, Shown]:  # fmt: skip
     """Losses (b,) of the samples of `batch`, and by name the gradients (b, ...) of their own rows.
 
     The gradients of `window` are added to `sums`, those of parameters to the accumulator. Both are of the
@@ -211,43 +185,16 @@ def losses_of(
         losses = model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
         if recorded:
             raise ValueError(f"window_loss records {', '.join(recorded)}: nn.record takes outputs of forward")
-        check_losses(losses, batch)
-        now.backward = True
-        with settings.backward():
-            losses.backward(torch.full_like(losses, 2.0**scale_exponent))
-    for name, each in candidates.items():
-        if each.grad is None:
-            continue
-        if exact:
-            raise TypeError(
-                f"window_loss uses window[{name!r}] so that its gradient is a float32 sum over samples, "
-                "which depends on the cut: read it by ops.linear, or take consistency='window'"
-            )
-        sums[name] += unscaled(each.grad, scale_exponent)
-    gradients = {
-        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
-    }
-    return losses.detach(), {name: unscaled(each, scale_exponent) for name, each in gradients.items()}
-
-
-def of_candidates(
-    gathered: Gathered, totals: Shown, sums: Sums, over: Communicator, counts: LookupCounts | None = None
-) -> Shown:
-    """By name the gradients (b, ...) float32 of this rank's samples as candidates of all ranks' samples.
-
-    Args:
-        totals: (B, ...) sums of this rank. Collective.
-    """
-    own, takers = gathered.sizes[gathered.rank], [size > 0 for size in gathered.sizes]
-    flat = [each.flatten(1) for each in totals.values()]
-    values = torch.cat(flat, 1) if flat else sums.zeros(0, gathered.dim)
-    out = sums.zeros(own, gathered.dim)
-    # From each rank come the sums for all of this rank's samples, in their order.
-    targets = torch.arange(own, dtype=torch.int64, device=out.device).repeat(sum(takers))
-    send, receive = gathered.sizes if own else [0] * len(takers), [own * taker for taker in takers]
-    sums.send_to_owners(counts, over, [Sent(values, gathered.places, send, out, targets, receive)], NAME)
-    parts = sums.divide(out, 1).split([each.shape[1] for each in flat], 1) if flat else ()
-    return {
-        name: part.reshape(own, *total.shape[1:])
-        for part, (name, total) in zip(parts, totals.items(), strict=True)
+        backward_of(losses, batch, now, settings, scale_exponent)
+    rest = {name: each.grad for name, each in candidates.items() if each.grad is not None}
+    if rest and exact:
+        raise TypeError(
+            f"window_loss uses window[{min(rest)!r}] so that its gradient is a float32 sum over samples, "
+            "which depends on the cut: read it by ops.linear, or take consistency='window'"
+        )
+    for name, gradient in rest.items():
+        sums[name] += unscaled(gradient, scale_exponent)
+    return losses.detach(), {
+        name: unscaled(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, scale_exponent)
+        for name, leaf in leaves.items()
     }

@@ -46,9 +46,12 @@ class ThreadCommunicator(Communicator):
         self, values: torch.Tensor, send: list[int], receive: list[int], out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As `Communicator.exchange`."""
-        received = self._swap(
-            values.split(send), lambda slots: torch.cat([parts[self.rank] for parts in slots])
-        )
+
+        def rows(slots: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+            # No rows may be those of a rank with rows of another size, as on torch's backends.
+            return torch.cat([values[:0], *(parts[self.rank] for parts in slots if len(parts[self.rank]))])
+
+        received = self._swap(values.split(send), rows)
         return received if out is None else out.copy_(received)
 
     def all_reduce(self, values: torch.Tensor, name: str, bounded: bool = False) -> torch.Tensor:

@@ -46,7 +46,7 @@ from ..stage import Edge, From, Read, Update, UpTo, Write, stage
 from ..streams import to_device
 from ..sums import NAME, Sent, all_to_all_of_tables
 from ..window import LookupCounts, Window
-from ..window_loss import WindowLoss, gather, of_candidates
+from ..window_loss import WindowLoss, gather
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
 
@@ -195,7 +195,7 @@ def window_loss(
     for first in range(0, context.config.window_micro_batches, count):
         every = range(first, first + count)
         gathered = gather([representations[i] for i in every], reduce, counts)
-        totals, done, found = gathered.zeros(context.sums), 0, []
+        totals, done, found = gathered.zeros(context.sums.exact), 0, []
         for i in every:
             part = samples[i]
             positions = gathered.positions[done : done + part.num_samples]
@@ -213,7 +213,7 @@ def window_loss(
                     )
                 )
         # Each sample has shown itself to the losses of all ranks: its gradient is the sum of what they found.
-        others = of_candidates(gathered, totals, context.sums, reduce, counts)
+        others = gathered.of_candidates(totals, context.sums, reduce, counts)
         done = 0
         for i, (losses, own) in zip(every, found, strict=True):
             rows = slice(done, done + len(losses))
