@@ -104,16 +104,19 @@ def results(op: str, given: Arguments, impl: str, call: Callable[..., Any] | Non
     if op == "unique_table":
         found = found[:4]  # the table is one for an accelerator
     written = [given[name] for name in WRITTEN[op] if given[name] is not None]
-    return [*map(to_host, found), *in_order(op, [*map(to_host, written)])]
+    found, written = [*map(to_host, found)], [*map(to_host, written)]
+    if op == "hash_insert":
+        written = in_order(written)
+    elif op == "hash_grow":
+        found = in_order(found)
+    return [*found, *written]
 
 
-def in_order(op: str, written: list[Any]) -> list[Any]:
-    """Of keys with one home any may take the first slot."""
-    if op != "hash_insert":
-        return written
-    order = written[0].argsort(stable=True)
-    order = order[written[1][order].argsort(stable=True)]
-    return [*(each[order] for each in written[:2]), *written[2:]]
+def in_order(slots: list[Any]) -> list[Any]:
+    """Keys and rows of a table by row: of keys with one home any may take the first slot."""
+    order = slots[0].argsort(stable=True)
+    order = order[slots[1][order].argsort(stable=True)]
+    return [*(each[order] for each in slots[:2]), *slots[2:]]
 
 
 def to_host(value: Any) -> Any:
