@@ -19,7 +19,6 @@ from .settings import no_copy, typed
 
 __all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger"]
 
-
 _NO_COPY = no_copy("it has an open file; make it in the process that logs")
 
 
