@@ -55,6 +55,19 @@ def test_a_program_may_change_its_folder_while_a_checkpoint_is_written(tmp_path,
     assert steps(tmp_path / "saved") == [1] and not [*elsewhere.iterdir()]
 
 
+def test_what_is_written_elsewhere_without_a_base_is_full_each_time(tmp_path):
+    seen = []
+
+    def write(directory, step, *state, **options):
+        seen.append((step, options.get("base")))
+
+    with Saver(tmp_path, full_every=3, write=write) as saver:
+        for step in range(3):
+            assert saver.next_is_full(step)
+            saver.save(step, {}, {}, {})
+    assert seen == [(0, None), (1, None), (2, None)]
+
+
 def test_owned_tensors_are_not_copied(tmp_path):
     gate = Gate()
     dense = {"w": torch.zeros(4)}

@@ -59,6 +59,18 @@ def test_what_a_later_run_switches_on_is_compared_before_its_first_update(mode, 
     assert all(map(torch.equal, before, made[0].parameters()))
 
 
+def test_a_run_that_begins_without_samples_is_looked_at_with_its_first_ones(monkeypatch):
+    monkeypatch.setattr(SWITCH, "on", False)
+    monkeypatch.setattr(guard, "LOOKED_AT", 1 << 40)  # draws no window
+    made, given = parts(model(body=of_global)), of_one_size(21)
+    given[18] = given[18].select(torch.empty(0, dtype=torch.int64))
+    with trainer(made, "sequential", micro_batches=1) as training:
+        list(training.run(given[:18]))
+        SWITCH.on = True
+        with pytest.raises(NotBatchInvariantError, match="values of other samples"):
+            list(training.run(given[18:]))
+
+
 @pytest.mark.parametrize("due", [lambda step: step >= 20, lambda step: step > 16 and step % 7 == 3])
 def test_a_loss_that_a_later_step_adds_is_found(due):
     def body(self, batch, x):

@@ -204,6 +204,24 @@ def test_requests_come_between_while_a_rank_makes_its_next_version(monkeypatch):
     assert versions == {4: "served", 5: tables} and asked == [5]
 
 
+def test_a_rank_that_has_not_reached_a_publication_looks_for_it_again(monkeypatch):
+    came = [4, 5]  # first the sink shows this rank less than the front has seen
+
+    def poll(until):
+        follower.sequence = came.pop(0)
+
+    tables = {"item": SimpleNamespace(ids=torch.arange(3))}
+    follower = SimpleNamespace(poll=poll, sequence=4, predictor=SimpleNamespace(tables=tables))
+    monkeypatch.setattr(spread_rows, "_followers", [follower])
+    monkeypatch.setattr(spread_rows, "_making", {})
+    monkeypatch.setattr(spread_rows, "_versions", {})
+
+    found = []
+    while len(found) < 3:
+        found += filter(None, [spread_rows._advance(None, 5, 4)])
+    assert found == [(4, {"item": 3}), (5, {"item": 3}), (5, {"item": 3})] and not came
+
+
 def test_a_damaged_delta_is_named_and_a_dead_rank_comes_back(tmp_path):
     training, place = Training(), tmp_path / "live"
     publisher = opened(training, str(place))

@@ -47,7 +47,8 @@ class Saver:
             The first one is also full, and one after a failed save, one at the step of the last checkpoint,
             or after files of that were removed.
         context: makes a context manager for the thread's work, from the step.
-        write: called as `save` of the package is, to write a checkpoint elsewhere. It is full then.
+        write: called as `save` of the package is, to write a checkpoint elsewhere. Where it returns None,
+            as on all ranks then, the next one is full.
 
     Raises:
         CheckpointError: another run saves into the directory, or it cannot be created.
@@ -115,8 +116,9 @@ class Saver:
         if self._next_is_full is None:
             self._next_is_full = (
                 self._since_full == 0
+                or self._last is None  # `write` gave none
                 or self._since_full >= (self.full_every or MOST_LAYERS)
-                or (self._last is not None and self._last.step == step)  # its manifest is replaced
+                or self._last.step == step  # its manifest is replaced
                 or self._base_is_unfit()
             )
         return self._next_is_full

@@ -170,11 +170,12 @@ class Guard:
         self._looks = due and (self._looks_next or drawn)
         self._way = None
         yield
-        if self._looks:
-            self._looks = self._looks_next = False
+        self._looks = False
+        if self._way is not None:  # there were samples, and no graph was replayed
+            self._looks_next = False
             # By a way that no call before has gone, through a loss that a later step adds, say, or because
             # of an attribute: compared at once, still before the update.
-            if self._way is not None and self._way not in self._paths:
+            if self._way not in self._paths:
                 self._paths.add(self._way)
                 if not most:
                     few = FEW_SAMPLES

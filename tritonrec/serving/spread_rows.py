@@ -252,8 +252,9 @@ def _advance(_: Share, sequence: int, served: int) -> tuple[int, dict[str, int]]
     if wait([_making[sequence]], AT_ONCE).not_done:
         return None
     made = _making.pop(sequence)
-    made.result()  # a failure is tried again by the next call
-    _making[sequence] = made  # while another rank is not ready, this one is called again
+    made.result()  # a failure is tried again by the next call, as what this rank's sink does not show yet
+    if follower.sequence == sequence:
+        _making[sequence] = made  # while another rank is not ready, this one is called again
     at, tables = follower.sequence, follower.predictor.tables
     for version in {*_versions} - {served}:
         del _versions[version]
