@@ -8,7 +8,7 @@ from guard_models import Model, model
 from trainer_parts import batches, parts, trainer
 
 from tritonrec.pipeline import NotBatchInvariantError, guard
-from tritonrec.pipeline.guard import path_of
+from tritonrec.pipeline.looks import path_of
 
 
 def of_one_size(count):

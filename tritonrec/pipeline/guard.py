@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
 from ..data import Batch
@@ -30,9 +28,10 @@ from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import HOOKS
 from .attributes import Attributes, Contents
-from .by_place import Call, first_by_place, may_differ
+from .by_place import Call, first_by_place
 from .compiled import ONE_CALLS, Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
+from .looks import DrawError, Ops, path_of
 from .model_call import CallerSettings, Shown, modes_kept, sees_window, train_micro_batch, versions
 from .precision import unscaled
 from .window import Window, WindowConfig
@@ -46,8 +45,8 @@ EVERY = 2000
 its calls so is one in every window from `EARLY` on whose number is a power of two."""
 LOOKED_AT = 8
 """In one of so many windows, which the seed draws, the functions of a call are looked at."""
-MOST_PATHS, MOST_NODES = 16, 512
-"""Ways through a model that are compared, after which none is looked at; and nodes of one that are."""
+MOST_PATHS = 16
+"""Ways through a model that are compared, after which none is looked at."""
 MOST_SAMPLES, FEW_SAMPLES = 512, 8
 """That are compared at most: the first time and of a new size; of a micro-batch that was drawn."""
 NAME = "embedding gradient"
@@ -416,10 +415,10 @@ class _Calls:
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
             parameters = Contents(dict(self.model.named_parameters()))
             try:
-                with nullcontext() if again else _Ops() as ops_of_whole:
+                with nullcontext() if again else Ops() as ops_of_whole:
                     whole = self._outcome([own_batch])
                 check()
-            except _DrawError as error:
+            except DrawError as error:
                 self._refuse(f"which draws from torch's global generator ({error})", batch)
             edited = zip(own_batch.tensors(), batch.tensors(), strict=True)
             if not all(same_bits(one, other) for one, other in edited):
@@ -442,7 +441,7 @@ class _Calls:
             # called such a function: watching costs as much as a call.
             watch = ops_of_whole is not None and ops_of_whole.by_place
             try:
-                with _Ops() if watch else nullcontext() as ops_of_cut:
+                with Ops() if watch else nullcontext() as ops_of_cut:
                     cut = self._outcome([batch.select(part) for part in parts])
                 check()
             except NotBatchInvariantError:
@@ -578,60 +577,6 @@ class _Calls:
                     each.copy_(buffers[name])
 
 
-def path_of(shown: torch.Tensor | Shown) -> frozenset[tuple[str, str]]:
-    """Pairs of functions of autograd of which one gets the other's result; loops of any length are alike."""
-    tensors = [shown] if isinstance(shown, torch.Tensor) else list(shown.values())
-    left, pairs = [each.grad_fn for each in tensors if each.grad_fn is not None], set[tuple[str, str]]()
-    known = set(left)
-    while left:
-        node = left.pop()
-        for before, _ in node.next_functions:
-            if before is not None:
-                pairs.add((node.name(), before.name()))
-                if before not in known and len(known) < MOST_NODES:
-                    known.add(before)
-                    left.append(before)
-    return frozenset(pairs)
-
-
 def _size(batch: Batch) -> tuple[int, int]:
     """The size class of a batch, by powers of two of its samples and powers of four of its tokens."""
     return batch.num_samples.bit_length(), getattr(batch, "num_tokens", 0).bit_length() // 2
-
-
-class _DrawError(Exception):
-    """The op that draws."""
-
-
-class _Ops(TorchDispatchMode):
-    """On this thread no op draws from a global generator; a reader of batches may, meanwhile.
-
-    Attributes:
-        by_place: calls of functions whose bits may depend on the place of a value.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_place: list[Call] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        draws, by_place = _looks_of(func)
-        if draws:
-            taken = func._schema.arguments
-            # The arguments as the op has them: defaults, then those by place, then those by name.
-            given = {each.name: each.default_value for each in taken if each.has_default_value()}
-            given |= dict(zip((each.name for each in taken), args, strict=False)) | (kwargs or {})
-            # A dropout that is off draws nothing, whatever its tag says.
-            idle = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout", "train", "training"))
-            if not idle and given.get("generator") is None:
-                raise _DrawError(str(func))
-        out = func(*args, **(kwargs or {}))
-        if by_place and (call := Call.of(func, args, kwargs or {}, out)):
-            self.by_place.append(call)
-        return out
-
-
-@cache
-def _looks_of(func: Any) -> tuple[bool, bool]:
-    """Whether an op may draw, and whether its bits may depend on places; most do neither."""
-    return torch.Tag.nondeterministic_seeded in func.tags, may_differ(func)
