@@ -115,7 +115,7 @@ def train_rank(
     every = average_every(method)
     window = tritonrec.WindowConfig(
         4 if pipelined else 1, seed=seed, average_every=every, moment_scaling="scaled" in method,
-        late_states="late" in method,
+        late_states="late" in method, average_holders="held" in method,
     )  # fmt: skip
     mode = "nestpipe" if pipelined else "sequential"
     kind = torch.optim.Adam if rule == "adam" else torch.optim.Adagrad

@@ -142,6 +142,10 @@ def test_a_report_of_the_lab_is_replayed(tmp_path):
     file = tmp_path / "lab.json"
     file.write_text(json.dumps(lab_report()))
     rows, unknown = replay_lab(file)
+    report = lab_report()
+    report["rows"][1]["taper"] = 0.5  # by itself
+    (tmp_path / "own.json").write_text(json.dumps(report))
+    assert replay_lab(tmp_path / "own.json")[0][1].predicted_exposed < rows[1].predicted_exposed
     assert unknown == ["nestpipe dedup=none, N = 4"]
     assert [row.fitted for row in rows] == [True, False, False, False]
     assert rows[0].error == pytest.approx(0)

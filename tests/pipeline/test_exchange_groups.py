@@ -124,8 +124,8 @@ def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
         )
     )  # fmt: skip
     # packed sums and their lengths are two messages; on one machine sums are sent whole
-    gradients = (M, M, M, M) if consistency == "window" else (2, 1, 4, 2 * 4)
-    for ranks, rows, sums in zip(runs, (1, 1, 4, 4), gradients, strict=True):
+    gradients = (M, M, M, M) if consistency == "window" else (2, 1, 4, 2 * M)
+    for ranks, rows, sums in zip(runs, (1, 1, 4, M), gradients, strict=True):
         for (state, _, whole), (other, messages, counts) in zip(alone, ranks, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
             assert messages == STEPS * (rows + sums)
@@ -136,7 +136,19 @@ def test_ranks_of_one_machine_exchange_a_windows_rows_once(consistency):
     ("mode", "exchanges", "machines", "said"),
     [
         ("nestpipe", "auto", 1, "1 of rows and 1 of gradients a window of 8 micro-batches: the ranks' own"),
-        ("nestpipe", "auto", 2, "4 of rows and 4 of gradients a window of 8 micro-batches: they travel"),
+        (
+            "nestpipe",
+            "auto",
+            2,
+            "8 of rows and 8 of gradients a window of 8 micro-batches: they travel beside "
+            "the computation; micro-batches have 0.8 of the samples of their inner neighbours",
+        ),
+        (
+            "nestpipe",
+            "joined",
+            2,
+            "4 of rows and 4 of gradients a window of 8 micro-batches: exchanges is 'j",
+        ),
         ("nestpipe", "each", 1, "8 of rows and 8 of gradients a window of 8 micro-batches: exchanges is 'e"),
         ("nestpipe", "once", 2, "1 of rows and 1 of gradients a window of 8 micro-batches: exchanges is 'o"),
         ("dbp", "auto", 2, "1 of rows and 1 of gradients a window of 8 micro-batches: dbp overlaps none"),

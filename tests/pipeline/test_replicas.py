@@ -292,6 +292,37 @@ def test_late_states_come_with_the_next_average():
     assert torch.equal(a[3], b[3]) and not torch.equal(a[3][1], a[2][1])  # the last one is whole
 
 
+def after_an_average(communicators, late, holders):
+    """Rows of keys 1, 2, 3 before and after two averages; copy 0 has 1 and 2, copy 1 has 2 and 3."""
+    table, keys = (tables := JOB.build("adagrad")[1]).groups[0].table, torch.tensor([1, 2, 3])
+    average = ReplicaAverage(tables, communicators.replica, late, holders)
+    generator, found = torch.Generator().manual_seed(communicators.rank), []
+    mine = keys[:2] if communicators.rank == 0 else keys[1:]
+    for whole in (False, True):
+        table.load(mine, torch.rand(2, table.row_width, generator=generator))
+        average._used[0] = mine
+        for _ in range(2):
+            found.append(table.gather(table.find(keys), keys))
+            if len(found) % 2:
+                average.average(whole)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rows_mean_is_over_the_copies_that_hold_it(late):
+    """By hand. Once averaged, all copies hold a row, and it counts everywhere."""
+    dim = JOB.sizes.dim
+    a, b = run_ranks(2, partial(after_an_average, late=late, holders=True), replicas=2)
+    of_all = run_ranks(2, partial(after_an_average, late=late, holders=False), replicas=2)[0]
+    mean = (a[0] + b[0]) / 2
+    assert torch.equal(a[1][1, :dim], mean[1, :dim]) and torch.equal(a[1][:, :dim], b[1][:, :dim])
+    assert torch.equal(a[1][0, :dim], a[0][0, :dim]) and torch.equal(a[1][2, :dim], b[0][2, :dim])
+    assert torch.equal(of_all[1][:, :dim], mean[:, :dim]) and not torch.equal(a[1][0], of_all[1][0])
+    assert torch.equal(a[3], b[3]) and torch.equal(a[3][:, :dim], (a[2][:, :dim] + b[2][:, :dim]) / 2)
+    if not late:
+        assert torch.equal(a[1], b[1]) and torch.equal(a[1][0], a[0][0]) and torch.equal(a[1][2], b[0][2])
+
+
 def apart(communicators, folder, late):
     """What saving and evaluating between averages says, and rows after going back to a checkpoint."""
     window = WindowConfig(2, seed=4, average_every=2, late_states=late)

@@ -201,7 +201,7 @@ WRONG = [
     ({"precision": "fp8"}, "WindowConfig: precision must be one of float32, bf16, fp16, got 'fp8'"),
     ({"exchange_precision": "int8"}, "ExchangeConfig: precision must be one of float32, bf16, fp16"),
     ({"precision": "fp16", "average_every": 2}, "use 'bf16', or exact replicas"),
-    ({"taper": 0.0}, "got 0.0"), ({"taper": 1.5}, "got 1.5"),
+    ({"taper": -0.1}, "got -0.1"), ({"taper": 1.5}, "got 1.5"),
     ({"first_use": True, "dedup": "lookup"}, "got 'lookup'"),
     ({"skip_fetch": True, "dedup": "exchange"}, "got 'exchange'"),
     ({"first_use": True, "micro_batches": 257}, "takes at most 256 micro-batches in a window, got 257"),
@@ -210,6 +210,7 @@ WRONG = [
     ({"max_grad_norm": 1.0, "average_every": 2}, "clip none of them"),
     ({"moment_scaling": True}, "moment_scaling is of replicas that are averaged: set average_every"),
     ({"late_states": True}, "late_states is of replicas that are averaged: set average_every"),
+    ({"average_holders": True}, "average_holders is of replicas that are averaged: set average_every"),
 ]  # fmt: skip
 
 
@@ -217,6 +218,22 @@ WRONG = [
 def test_settings_that_cannot_be_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         with_values(WindowConfig(), options)
+
+
+@pytest.mark.parametrize(
+    ("options", "around", "cut"),
+    [
+        ({}, (True, 2, False), (4, 0.8)), ({"exchanges": "joined"}, (True, 2, True), (4, 0.8)),
+        ({"taper": 0.3, "micro_batches": 8}, (True, 2, False), (8, 0.3)),
+        ({"taper": 1.0}, (True, 2, False), (4, 1.0)),
+        ({}, (True, 2, True), (4, 1.0)),  # messages that processors copy travel beside nothing
+        ({"exchanges": "once"}, (True, 2, False), (4, 1.0)), ({}, (True, 1, False), (4, 1.0)),
+        ({"consistency": "window"}, (True, 2, False), (4, 1.0)), ({}, (False, 2, False), (1, 1.0)),
+    ],
+)  # fmt: skip
+def test_the_ends_of_a_window_are_smaller_where_exchanges_travel_beside_its_computation(options, around, cut):
+    found = with_values(WindowConfig(), options).cut(*around)
+    assert (found.micro_batches, found.exchange.taper) == cut
 
 
 def test_a_window_with_first_use_has_as_many_micro_batches_as_a_byte_has_numbers():

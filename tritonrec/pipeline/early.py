@@ -158,8 +158,7 @@ def early_buckets(
     dense: DenseModel, communicators: Communicators, config: WindowConfig, device: torch.device
 ) -> int:
     """How many buckets of dense gradients travel beside a backward: some where exchanges of the window do."""
-    once = {"once": True, "auto": communicators.copies_messages(device)}
-    if communicators.world_size == 1 or once.get(config.exchange.sharing, False):
+    if communicators.world_size == 1 or config.exchange.once(communicators.copies_messages(device)):
         return 0
     total = sum(each.numel() for each in dense.model.parameters())
     messages = min(max(total // LEAST, 2), MOST)

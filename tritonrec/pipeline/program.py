@@ -86,6 +86,8 @@ class Program:
         self.sums = Sums(config, device, communicators.copies_messages(device))
         groups, reason = self._exchange_groups()
         steps = f", each within a node and between {communicators.nodes} nodes" if schedule.relays else ""
+        if (taper := config.exchange.taper) < 1:
+            reason += f"; micro-batches have {taper:g} of the samples of their inner neighbours"
         self.exchanges = f"{groups}{steps}: {reason}"
         """How many exchanges a window has, and why, in words."""
         ranks, machines = communicators.shards, communicators.machines
@@ -131,7 +133,7 @@ class Program:
         if chosen == "each":
             return each_alone(count), "exchanges is 'each'"
         # beside a message that processors copy they compute nothing
-        once = chosen == "once" or (chosen == "auto" and self.sums.copied)
+        once = self.config.exchange.once(self.sums.copied)
         overlap = self.schedule.overlaps_window and not once
         reason = f"exchanges is {chosen!r}"
         if chosen == "auto" and once:
@@ -139,7 +141,7 @@ class Program:
         elif not self.schedule.overlaps_window:
             reason = f"{self.schedule.name} overlaps none with the computation of its window"
         elif chosen == "auto":
-            reason = "they travel beside the computation, and later ones are joined where that exposes none"
+            return each_alone(count), "they travel beside the computation"
         return joined_groups(count, overlap, ordered=not self.sums.exact), reason
 
     def bind(

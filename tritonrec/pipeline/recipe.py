@@ -83,6 +83,7 @@ def recipe_of(tables: HashTableCollection, dense: DenseModel, config: WindowConf
     found["consistency"]["average_every"] = config.average_every
     found["consistency"]["moment_scaling"] = config.moment_scaling
     found["consistency"]["late_states"] = config.late_states
+    found["consistency"]["average_holders"] = config.average_holders
     found["accumulate"][""] = config.accumulate
     for name in ("max_grad_norm", "max_grad_value", "skip_nonfinite"):
         found["clipping"][name] = str(getattr(config, name))

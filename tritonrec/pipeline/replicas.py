@@ -50,12 +50,18 @@ class ReplicaAverage:
         tables: this rank's part; without policies, whose row metadata would drift apart, and without lazy
             weight decay, whose rows have the number of an update.
         communicator: over the replica group.
-        late_states: see `WindowConfig`.
+        late_states, holders: see `WindowConfig` (`average_holders`).
 
     Raises ValueError for other tables.
     """
 
-    def __init__(self, tables: HashTableCollection, communicator: Communicator, late_states: bool = False):
+    def __init__(
+        self,
+        tables: HashTableCollection,
+        communicator: Communicator,
+        late_states: bool = False,
+        holders: bool = False,
+    ):
         for group in tables.groups:
             if group.table.policy != TablePolicy():
                 raise ValueError(
@@ -68,7 +74,8 @@ class ReplicaAverage:
                     f"table {', '.join(group.layout.names)} has lazy weight decay: the mean of the "
                     "numbers of a row's last updates is none of them; use exact gradients, average_every=0"
                 )
-        self.tables, self.communicator, self._late_states = tables, communicator, late_states
+        self.tables, self.communicator = tables, communicator
+        self._late_states, self._holders = late_states, holders
         self.forget()
 
     def forget(self) -> None:
@@ -96,8 +103,9 @@ class ReplicaAverage:
     def average(self, whole: bool = True) -> int:
         """Average the rows used since the last call; returns the bytes of rows sent. Collective.
 
-        The pipeline must be empty. A row that a replica has never seen counts with its initial value there.
-        Late states follow with the next call, unless this one is `whole`.
+        The pipeline must be empty. A row that a replica has never seen counts with its initial value there,
+        or not at all, where means are over those that hold it; afterwards all do. Late states follow with the
+        next call, unless this one is `whole`.
         """
         sent = 0
         for index, group in enumerate(self.tables.groups):
@@ -106,12 +114,19 @@ class ReplicaAverage:
             keys = torch.cat(self.communicator.all_gather(mine)).unique()
             if not len(keys):
                 continue
-            rows, dim = group.table.gather(group.table.find(keys), keys), group.table.dim
+            handles, dim = group.table.find(keys), group.table.dim
+            rows = group.table.gather(handles, keys)
             late = self._late_states and not whole
             own = rows[:, dim:].clone() if late else rows[:, :0]
+            count = torch.full_like(rows[:, :1], self.communicator.world_size)
+            if self._holders:
+                count = (handles >= 0).to(rows).unsqueeze(1)
+                rows *= count
+                self.communicator.all_reduce(count, "copies of rows")
+                sent += self.communicator.all_reduce_bytes(count)
             self.communicator.all_reduce(rows, "rows")
             sent += self.communicator.all_reduce_bytes(rows)
-            rows /= self.communicator.world_size
+            rows /= count
             if late:
                 self._late[index] = keys, own, rows[:, dim:].clone()
                 rows[:, dim:] = own

@@ -153,7 +153,9 @@ class Trainer:
         if mode != "reference" and schedule is None:
             early = early_buckets(self.dense, communicators, self.config, device)
             self._schedule = schedule_of(mode, self.config, *around, early)
-        self.config = self.config.cut(self._schedule is not None and self._schedule.overlaps_window)
+        overlaps = self._schedule is not None and self._schedule.overlaps_window
+        copied = communicators.copies_messages(self._device)
+        self.config = self.config.cut(overlaps, communicators.shards, copied)
         shared = self._schedule is not None and self._schedule.overlaps_batches
         if graphs == "auto":  # on several GPUs nobody has run them
             alone = communicators.world_size == 1
@@ -165,11 +167,12 @@ class Trainer:
             tables, self.dense, self.config, self._device, shared, graphs, guard, self.recorder,
             communicators,
         )  # fmt: skip
-        self._sums = Sums(self.config, self._device, communicators.copies_messages(self._device))
+        self._sums = Sums(self.config, self._device, copied)
         self.recorder.metadata.update(
             mode=mode,
             consistency=self.config.consistency,
             micro_batches=self.config.micro_batches,
+            taper=self.config.exchange.taper,
             trust_model=trust_model,
             edges=[] if self._schedule is None else self._schedule.edges(),
         )
@@ -193,7 +196,9 @@ class Trainer:
         self.recorder.metadata["done_by"] = {stage: list(each) for stage, each in tasks.doers.items()}
         self._exchanges = self.recorder.metadata["exchanges"] = self._program.exchanges
         if self.config.average_every:
-            self._average = ReplicaAverage(tables, communicators.replica, self.config.late_states)
+            self._average = ReplicaAverage(
+                tables, communicators.replica, self.config.late_states, self.config.average_holders
+            )
         if self._schedule.concurrent:
             streams = streams or streams_for(self._device)
             one_thread = lanes_of_one_thread(streams, communicators.world_size, self._schedule.reduces_early)

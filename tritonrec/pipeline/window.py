@@ -25,6 +25,8 @@ Dedup = Literal["none", "exchange", "lookup", "both"]
 ExchangeSums = Literal["auto", "packed", "whole"]
 FROZEN_WINDOW = 4
 """Micro-batches of a frozen window unless said otherwise."""
+TAPER = 0.8
+"""Of a window whose exchanges travel beside its computation, unless said otherwise (docs/scale.md)."""
 Exchanges = Literal["auto", "once", "joined", "each"]
 
 
@@ -120,14 +122,15 @@ class ExchangeConfig:
         first_use: a row is sent once in a window, with the first micro-batch that uses it, and its gradient
             once, with the last.
         taper: a micro-batch's samples over those of its neighbour nearer to the middle of the window: nothing
-            hides the exchanges at both ends.
+            hides the exchanges at both ends. 0: `TAPER` where exchanges travel beside the computation and
+            consistency is "batch", elsewhere 1.
         skip_fetch: rows that consecutive batches use stay in the buffers: they are neither fetched for the
             next batch nor written back while they stay. Needs two buffers (`Schedule.dual_buffer`).
         sharing: which micro-batches share an exchange. ``"once"``: rows come in one before the first
             micro-batch, gradients leave in one after the last. ``"joined"``: micro-batches share exchanges
             where that costs no overlap (`exchange_groups`). ``"each"``: each has its own, as in NestPipe.
             ``"auto"``: once where ranks are processes on the CPU of one machine, whose processors copy the
-            messages; else joined. Micro-batches that share both ways get a row once.
+            messages; else each. Micro-batches that share both ways get a row once.
         sums: how gradient sums in fixed point are sent. ``"packed"``: each row in the bytes it needs, 4 to 5
             a value; the host of an accelerator waits to learn how many. ``"whole"``: in 8 bytes a value, and
             no host waits. ``"auto"``: packed where ranks compute on the CPUs of several machines, else whole.
@@ -138,7 +141,9 @@ class ExchangeConfig:
 
     dedup: Dedup = setting("both", "Drop repeated keys before the exchange, the lookup, or both.")
     first_use: bool = setting(False, "Send a row once a window, and its gradient once.")
-    taper: float = setting(1.0, "Micro-batch over its neighbour nearer to the middle.", 0, 1)
+    taper: float = setting(
+        0.0, "Micro-batch over its neighbour nearer to the middle; 0: 0.8 over links, else 1.", 0, 1
+    )
     skip_fetch: bool = setting(False, "Rows of consecutive batches stay in the buffers.")
     sharing: Exchanges = setting(
         "auto", "Exchanges of a window: once, shared by micro-batches, or each.", option="exchanges"
@@ -151,8 +156,6 @@ class ExchangeConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.taper > 0:
-            raise ValueError(f"taper is a ratio of sizes in (0, 1], got {self.taper}")
         if self.first_use and self.dedup not in ("exchange", "both"):
             raise ValueError(
                 f"first_use sends a key once, so it needs dedup before the exchange, got {self.dedup!r}"
@@ -161,6 +164,10 @@ class ExchangeConfig:
             raise ValueError(
                 f"skip_fetch reads a row at most once: it needs dedup before the lookup, got {self.dedup!r}"
             )
+
+    def once(self, copied: bool) -> bool:
+        """Whether rows come and gradients leave once a window; `copied`: processors copy the messages."""
+        return self.sharing == "once" or (self.sharing == "auto" and copied)
 
 
 @typed
@@ -186,6 +193,8 @@ class WindowConfig:
         late_states: of the same rules: states are averaged one average later than the weights, as in the
             source, so that a replica's steps do not shrink by squares that its weights have not seen yet.
             `Trainer.sync` averages both.
+        average_holders: of replicas that are averaged: a row's mean is over the replicas whose table has it;
+            elsewhere over all, of which those that have not seen it yet count with its initial value.
         max_grad_norm: gradients are scaled down to this norm, of dense parameters and rows together, which
             has the same bits for any cut and any number of ranks; infinity measures it alone; 0: neither.
         max_grad_value: every value of a gradient is clamped to this size, before the norm; 0: none.
@@ -210,6 +219,7 @@ class WindowConfig:
     )
     moment_scaling: bool = setting(False, "Averaged replicas: Adagrad's moment over their number.")
     late_states: bool = setting(False, "Averaged replicas: Adagrad's sums one average after the weights.")
+    average_holders: bool = setting(False, "Averaged replicas: a row's mean over those that have seen it.")
     max_grad_norm: float = setting(
         0.0, "Scale gradients down to this norm; inf: report it only; 0: neither.", 0, math.inf
     )
@@ -224,10 +234,9 @@ class WindowConfig:
     def __post_init__(self) -> None:
         if self.exchange.skip_fetch and self.depth == 1:
             raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
-        if self.moment_scaling and not self.average_every:
-            raise ValueError("moment_scaling is of replicas that are averaged: set average_every")
-        if self.late_states and not self.average_every:
-            raise ValueError("late_states is of replicas that are averaged: set average_every")
+        for name in ("moment_scaling", "late_states", "average_holders"):
+            if getattr(self, name) and not self.average_every:
+                raise ValueError(f"{name} is of replicas that are averaged: set average_every")
         if self.precision == "fp16" and self.average_every:
             raise ValueError(
                 "precision 'fp16' leaves an update out on all ranks together, and averaged replicas update "
@@ -241,9 +250,19 @@ class WindowConfig:
                 f"got {self.window_micro_batches}"
             )
 
-    def cut(self, overlaps: bool) -> WindowConfig:
-        """With a number of micro-batches, for a schedule that overlaps them or not."""
-        return self if self.micro_batches else replace(self, micro_batches=FROZEN_WINDOW if overlaps else 1)
+    def cut(self, overlaps: bool, ranks: int, copied: bool) -> WindowConfig:
+        """With a number of micro-batches and their taper, for a schedule that overlaps them or not.
+
+        `copied`: messages are copies, made by the processors that compute (`Communicators.copies_messages`).
+        """
+        exchange = self.exchange
+        # Float32 sums are the bits of one cut, which stays that of the modes that overlap nothing.
+        beside = overlaps and ranks > 1 and self.consistency == "batch" and not exchange.once(copied)
+        return replace(
+            self,
+            micro_batches=self.micro_batches or (FROZEN_WINDOW if overlaps else 1),
+            exchange=replace(exchange, taper=exchange.taper or (TAPER if beside else 1.0)),
+        )
 
     def averages_after(self, update: int) -> bool:
         """Whether replicas are averaged after this update, numbered from 0."""

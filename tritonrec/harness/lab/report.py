@@ -156,6 +156,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 "mode": row.setting.mode,
                 "micro_batches": row.setting.micro_batches,
                 "switches": dict(row.setting.switches),
+                "taper": row.setting.taper(plan.ranks),
                 "replicas": row.setting.replicas,
                 "nodes": row.setting.nodes,
                 "approximate": row.setting.approximate,

@@ -54,6 +54,11 @@ class Setting:
             raise LabError(f"{self}: replicas need dedup before the lookup: lookup or both")
         return window
 
+    def taper(self, ranks: int) -> float:
+        """Of its windows, where so many ranks have links between them."""
+        overlaps = base_schedule(self.mode).overlaps_window
+        return self.window(0).cut(overlaps, ranks // self.replicas, copied=False).exchange.taper
+
     def __str__(self) -> str:
         return " ".join([f"{self.mode} N={self.micro_batches}", *self.switch_words])
 

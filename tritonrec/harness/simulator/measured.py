@@ -77,7 +77,7 @@ def replay_lab(path: str | os.PathLike[str]) -> tuple[list[MeasuredRow], list[st
             plan = Plan(
                 PIPELINES[row["mode"]],
                 count,
-                taper=float(switches.get("taper", 1.0)),
+                taper=float(row.get("taper", switches.get("taper", 1.0))),
                 first_use=bool(switches.get("first_use", False)),
                 # Reports that lack the share of kept rows: as if all of them were fetched.
                 skip_fetch=bool(switches.get("skip_fetch", False)) and own.kept is not None,
@@ -108,7 +108,8 @@ def replay_traces(paths: Sequence[str | os.PathLike[str]]) -> list[MeasuredRow]:
         mode, count = str(trace.metadata.get("mode")), trace.metadata.get("micro_batches") or 1
         if mode not in PIPELINES:
             raise ValueError(f"{path}: mode {mode!r} is none of {', '.join(PIPELINES)}")
-        outcome = predict_costs(costs, Plan(PIPELINES[mode], count))
+        taper = float(trace.metadata.get("taper", 1.0))
+        outcome = predict_costs(costs, Plan(PIPELINES[mode], count, taper=taper))
         step, exposed = _observed(trace)
         found.append(
             MeasuredRow(mode, count, step, exposed, outcome.step, outcome.exposed, fitted=path == paths[0])
