@@ -108,6 +108,12 @@ def test_each_run_is_shown_beside_the_text_and_kept_and_the_others_stay(tmp_path
     assert sorted(path.name for path in folder.iterdir()) == ["papers.json", "papers.md", "simulate.png"]
 
 
+def test_figures_that_are_computed_are_shown_as_those_that_a_file_has(tmp_path, console):
+    """A bound is a number where it is made, and a text in the record."""
+    assert reproduce.reproduce(["window"], tmp_path, console)
+    assert "KB for each k, 1,839 KB at k = 0 │ 1,836 KB for each k, 1,839 KB at k = 0" in say(console)
+
+
 def test_a_run_that_fails_is_named_and_the_next_ones_are_done(tmp_path, monkeypatch, console):
     monkeypatch.setitem(runs.RUNS, "probing", runs.Run(f"{sys.executable} -c print(1)"))
     monkeypatch.setattr(runs, "ROOT", tmp_path)

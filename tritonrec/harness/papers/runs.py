@@ -50,7 +50,7 @@ class Run:
         if self.root and os.geteuid() != 0 and (why := why_no_user_namespace()):
             raise UnavailableError(f"needs root, for network namespaces ({why})")
         if self.made is not None:
-            return self.made()
+            return json.loads(json.dumps(self.made()))  # names are texts, as in the file that keeps them
         if self.torchrec and not (ROOT / "out/torchrec/torchrec").is_dir():
             raise UnavailableError("needs TorchRec: bash ci/benchmarks/torchrec.sh")
         if not self.command.startswith("tritonrec") and not (ROOT / self.command.split()[1]).exists():
