@@ -16,6 +16,7 @@ methods have the batches of a seed in one order, its initial values, and two ran
                   averaged-4 in every fourth, averaged-16 in every sixteenth
     scaled        APPROXIMATE, the same with `moment_scaling`, of Adagrad; scaled-4, scaled-16
     late          APPROXIMATE, averaged with `late_states`, of Adagrad; and so scaled-late, each with -4, -16
+    held          APPROXIMATE, averaged with `average_holders`; held-4, held-16
 
 `stale` is no mode of the library, whose schedule check refuses it. It is deterministic: around the stages of
 `sequential` three functions put the rows as they were before the last update into the buffer while they are
@@ -49,6 +50,7 @@ COLOURS = {
     "scaled": "#56b4e9", "scaled-4": "#f0e442", "scaled-16": "#999999",
     "late": "#882255", "late-4": "#aa4499", "late-16": "#cc6677",
     "scaled-late": "#44aa99", "scaled-late-4": "#117733", "scaled-late-16": "#999933",
+    "held": "#6699cc", "held-4": "#004488", "held-16": "#bb5566",
 }  # fmt: skip
 MODELS = {"fuxi": (nn.FuXi, nn.FuXiConfig), "hstu": (nn.HSTU, nn.HSTUConfig)}
 METRICS = ("loss", "HR@10", "HR@50", "NDCG@10", "NDCG@50")
@@ -92,7 +94,7 @@ def average_every(method: str) -> int:
     """Updates from one average of the copies to the next; 0 for one copy."""
     *names, last = method.split("-")
     every = int(last) if last.isdigit() else 1
-    return every if {*names, last} & {"averaged", "scaled", "late"} else 0
+    return every if {*names, last} & {"averaged", "scaled", "late", "held"} else 0
 
 
 def train_rank(
