@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tritonrec.harness.cli import app
 from tritonrec.harness.simulator import Link, Plan, StageCosts, cost_files, from_trace, load, search
+from tritonrec.harness.simulator import measured as of_traces
 from tritonrec.harness.simulator.cost_files import as_json
 from tritonrec.harness.simulator.measured import predict_costs, replay_lab, replay_traces
 from tritonrec.harness.simulator.stage_costs import STAGES, Measured
@@ -93,6 +94,16 @@ def test_costs_of_a_trace_predict_its_own_step():
     (row,) = replay_traces([TRACES / "sequential.pftrace"])
     assert row.fitted and row.step == pytest.approx(measured, rel=0.05)
     assert abs(row.error) < 0.15
+
+
+def test_a_trace_is_replayed_with_its_own_taper(monkeypatch):
+    whole, exposed = read(TRACES / "nestpipe.pftrace"), []
+    for taper in (1.0, 0.3):
+        named = replace(whole, metadata={**whole.metadata, "taper": taper})
+        monkeypatch.setattr(of_traces, "read", lambda _, named=named: named)
+        (_, row) = replay_traces([TRACES / "sequential.pftrace", TRACES / "nestpipe.pftrace"])
+        exposed.append(row.predicted_exposed)
+    assert exposed[0] != exposed[1]
 
 
 def test_a_trace_of_some_ranks_gives_no_costs(monkeypatch):
