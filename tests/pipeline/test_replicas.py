@@ -292,6 +292,15 @@ def test_late_states_come_with_the_next_average():
     assert torch.equal(a[3], b[3]) and not torch.equal(a[3][1], a[2][1])  # the last one is whole
 
 
+def test_a_trainer_averages_over_the_holders_if_it_is_told_to(pool):
+    window = WindowConfig(2, seed=4, average_every=1)
+    (ids, plain), (others, held) = (
+        pool.run(train_adagrad, 2, each, False, replicas=2)[0]
+        for each in (window, replace(window, average_holders=True))
+    )
+    assert torch.equal(ids, others) and not torch.equal(plain, held)
+
+
 def after_an_average(communicators, late, holders):
     """Rows of keys 1, 2, 3 before and after two averages; copy 0 has 1 and 2, copy 1 has 2 and 3."""
     table, keys = (tables := JOB.build("adagrad")[1]).groups[0].table, torch.tensor([1, 2, 3])
@@ -366,17 +375,16 @@ def test_late_states_end_equal_with_a_whole_average_and_differ_from_states_at_on
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_state_of_another_moment_scaling_is_refused(before):
+@pytest.mark.parametrize("name", ["moment_scaling", "late_states", "average_holders"])
+def test_a_state_of_another_mean_of_copies_is_refused(name, before):
     model, tables, optimizer = JOB.build("rowwise_adagrad")
     dense = DenseModel(model, optimizer)
     saved, here = (
-        recipe_of(tables, dense, WindowConfig(2, average_every=2, moment_scaling=scaled))
-        for scaled in (before, not before)
+        recipe_of(tables, dense, WindowConfig(2, average_every=2, **{name: value}))
+        for value in (before, not before)
     )
     require_same(saved, saved)
-    with pytest.raises(
-        ValueError, match=f"moment_scaling is {before} in the checkpoint and {not before} here"
-    ):
+    with pytest.raises(ValueError, match=f"{name} is {before} in the checkpoint and {not before} here"):
         require_same(saved, here)
 
 
