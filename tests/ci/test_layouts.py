@@ -22,6 +22,7 @@ def test_each_planted_kernel_is_found_for_what_it_does_and_no_other(planted):
     assert {name for name in planted if planted[name]} == {n for n in planted if n.startswith("orders")}
 
 
+@pytest.mark.if_changed
 def test_two_orders_of_a_sum_are_shown_with_who_has_them(planted):
     (message,) = planted["orders_by_alignment"]
     assert "sizePerThread = [4]" in message and "as it is" in message

@@ -19,6 +19,7 @@ def offered():
     return json.loads(compiled("-c", PROGRAM))
 
 
+@pytest.mark.if_changed
 def test_no_candidate_has_more_threads_than_elements(offered):
     of_one_dimension = 0
     for name, candidates in offered.items():
@@ -40,6 +41,7 @@ def test_what_is_committed_is_offered(offered):
         assert committed in candidates, (name, committed)
 
 
+@pytest.mark.if_changed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(AssertionError, match="there is no GPU here to time candidates on"):

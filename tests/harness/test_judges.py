@@ -207,6 +207,7 @@ OWED = {
 }  # fmt: skip
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("case", "lost", "missing"),
     [
@@ -226,6 +227,7 @@ def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypat
     assert all(f"(1, {part!r})" in str(raised.value) for part in missing)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("variant", ["export", "bounded-lag"])
 def test_exports_and_predictions_served_with_every_bound_are_compared(
     recorded, job, tmp_path, monkeypatch, variant
@@ -242,6 +244,7 @@ def test_exports_and_predictions_served_with_every_bound_are_compared(
     assert bounds == [0, 1, 3] * lags and report.counts.get("served", 0) == sum(parts.values()) * lags
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("variant", "of", "name", "tensor"),
     [
@@ -270,6 +273,7 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
     assert {*OWED.get(variant, [tensor])} <= {*due}
 
 
+@pytest.mark.if_changed
 def test_requests_that_are_answered_alone_are_idle(recorded, job, tmp_path, monkeypatch):
     config = server.ServerConfig
     monkeypatch.setattr(server, "ServerConfig", lambda **given: config(batch=1, **given))

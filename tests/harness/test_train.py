@@ -114,6 +114,7 @@ def test_an_update_cannot_be_resumed_in_its_middle(job, tmp_path):
         train(Communicators.local(), replace(late, changed=("accumulate",)))
 
 
+@pytest.mark.if_changed
 def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
     log = tmp_path / "ratings.csv"
     random = Random(5)

@@ -42,6 +42,7 @@ class Index:
         return None, torch.tensor(rows).numpy()
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("exclude", ["history", None])
 def test_found_items_have_exact_scores_in_exact_order(exact, index, exclude):

@@ -99,6 +99,7 @@ def check(answer, want, step):
     assert torch.equal(float32(answer["scores"]), want["scores"])
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(("batch", "latency"), [(1, 0.0), (7, 5.0), (64, 20.0)])
 def test_answers_under_load_have_the_bits_of_a_predictor(made, batch, latency):
     full, requests = made.full[made.ids[0]], [*asked(batch, 60)]
