@@ -185,6 +185,7 @@ def test_every_tool_has_its_files():
         assert all([*ROOT.glob(pattern)] for pattern in patterns), tool
 
 
+@pytest.mark.if_changed
 def test_a_change_of_what_trains_concerns_every_tool_and_one_of_the_lab_not_all():
     core = "tritonrec/kernels/unique/numba_unique.py"  # imported by a name made at run time
     sources = changed.Sources(ROOT)

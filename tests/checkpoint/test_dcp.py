@@ -143,6 +143,7 @@ def saved_by_several(communicators, folder):
         return [trainer.load(folder / name) for name in ("whole", "changes", "last")], digest(trainer)
 
 
+@pytest.mark.if_changed
 def test_savers_of_one_group_take_turns(tmp_path):
     (steps, first), other = run_ranks(2, lambda each: saved_by_several(each, tmp_path))
     assert steps == [2, 2, 2] and other == (steps, first)

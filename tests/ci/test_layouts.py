@@ -29,6 +29,7 @@ def test_two_orders_of_a_sum_are_shown_with_who_has_them(planted):
     assert "sizePerThread = [1]" in message and "nothing aligned" in message
 
 
+@pytest.mark.if_changed
 def test_an_argument_that_is_not_summed_can_change_the_order_too(planted):
     (message,) = planted["orders_by_a_neighbour"]
     assert re.search(r"sizePerThread = \[1\].*: \S+, (y_ptr not aligned|nothing aligned)$", message, re.M)

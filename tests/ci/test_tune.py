@@ -32,6 +32,7 @@ def test_no_candidate_has_more_threads_than_elements(offered):
     assert of_one_dimension > 30
 
 
+@pytest.mark.if_changed
 def test_what_is_committed_is_offered(offered):
     for name, candidates in offered.items():
         module = importlib.import_module(f"tritonrec.kernels.{name}")

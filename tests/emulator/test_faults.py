@@ -18,6 +18,8 @@ from tritonrec.harness.emulator import (
     UninitialisedError,
 )
 
+pytestmark = pytest.mark.if_changed
+
 SEEDS = range(6)
 BARRIER = "\tbar.sync 0;\n"
 TID = "\tmov.u32 %r250, %tid.x;\n"
@@ -64,7 +66,6 @@ def test_shared_memory_is_exchanged_behind_a_barrier():
     assert out.tolist() == [t ^ 32 for t in range(64)]
 
 
-@pytest.mark.if_changed
 def test_shared_memory_exchanged_without_a_barrier_is_a_race():
     # the warp that comes first reads what nobody wrote, the one that comes second races
     found_in_each_seed(
@@ -153,7 +154,6 @@ def test_blocks_that_write_one_place_race_and_those_with_places_of_their_own_do_
     assert out.tolist() == [0] * 32 + [1] * 32 + [2] * 32
 
 
-@pytest.mark.if_changed
 def test_a_block_that_reads_what_another_wrote_races():
     body = """
 \tmov.u32 %r1, %ctaid.x;

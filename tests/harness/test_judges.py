@@ -24,7 +24,7 @@ from tritonrec.harness.verify.tools.exported import exported_parts
 from tritonrec.serving import Predictor, server
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
-pytestmark = pytest.mark.every_case
+pytestmark = [pytest.mark.every_case, pytest.mark.if_changed]
 
 WINDOW = Case("nestpipe", "window", 2, 3, False, "adam", 6)
 BATCH = replace(WINDOW, consistency="batch")
@@ -207,7 +207,6 @@ OWED = {
 }  # fmt: skip
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("case", "lost", "missing"),
     [
@@ -227,7 +226,6 @@ def test_a_case_that_compares_less_has_failed(recorded, job, tmp_path, monkeypat
     assert all(f"(1, {part!r})" in str(raised.value) for part in missing)
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize("variant", ["export", "bounded-lag"])
 def test_exports_and_predictions_served_with_every_bound_are_compared(
     recorded, job, tmp_path, monkeypatch, variant
@@ -244,7 +242,6 @@ def test_exports_and_predictions_served_with_every_bound_are_compared(
     assert bounds == [0, 1, 3] * lags and report.counts.get("served", 0) == sum(parts.values()) * lags
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("variant", "of", "name", "tensor"),
     [
@@ -273,7 +270,6 @@ def test_what_is_served_is_what_is_compared(recorded, job, tmp_path, monkeypatch
     assert {*OWED.get(variant, [tensor])} <= {*due}
 
 
-@pytest.mark.if_changed
 def test_requests_that_are_answered_alone_are_idle(recorded, job, tmp_path, monkeypatch):
     config = server.ServerConfig
     monkeypatch.setattr(server, "ServerConfig", lambda **given: config(batch=1, **given))

@@ -273,6 +273,7 @@ def plan_file(tmp_path_factory):
     return folder / "plan.json"
 
 
+@pytest.mark.if_changed
 def test_a_run_is_set_beside_its_plan(plan_file, tmp_path):
     """What rows a run has a plan knows to the row; other outputs are the same run."""
     code, output, _ = commands.invoke(

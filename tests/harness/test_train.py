@@ -52,6 +52,7 @@ def train_with_a_slow_caller(communicators, run):
         Trainer.progress = progress
 
 
+@pytest.mark.if_changed
 def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_the_reference_and_save_one(
     pool, job, reference, tmp_path
 ):

@@ -18,6 +18,8 @@ from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig, saved_vocabularies
 from tritonrec.serving import Predictor, export
 
+pytestmark = pytest.mark.if_changed
+
 SIZES = HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=6)
 
 
@@ -43,7 +45,6 @@ def run_of(data, checkpoint, **job):
     return Run(job, "fwp", WindowConfig(2), steps=6, checkpoint=checkpoint)
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_next_day_goes_on_with_the_words_of_the_first(days, tmp_path, stream):
     first = run_of(days[0], tmp_path / "run", stream=stream)
@@ -68,7 +69,6 @@ def test_the_next_day_goes_on_with_the_words_of_the_first(days, tmp_path, stream
     assert not {"B003X", "B061X"} & {*found[0]}
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_run_that_was_interrupted_ends_with_the_same_bits(days, tmp_path, stream):
     whole = run_of(days[0], None, stream=stream)
@@ -78,7 +78,6 @@ def test_a_run_that_was_interrupted_ends_with_the_same_bits(days, tmp_path, stre
     assert again["digest"] == train(Communicators.local(), whole, quiet=True)["digest"]
 
 
-@pytest.mark.if_changed
 def test_streamed_and_whole_the_words_have_the_same_ids_and_train_the_same(days, tmp_path):
     digests = []
     for stream in (True, False):
@@ -90,7 +89,6 @@ def test_streamed_and_whole_the_words_have_the_same_ids_and_train_the_same(days,
     assert digests[0] == digests[1]
 
 
-@pytest.mark.if_changed
 def test_clicks_of_rated_words_train_and_keep_their_words(days, tmp_path):
     run = run_of(days[0], tmp_path / "run", model="dlrm", bottom=(4,), top=(4,))
     summary = train(Communicators.local(), run, quiet=True)
@@ -122,7 +120,6 @@ def write_clicks(path, seed, sites):
     return f"{path}?label=clicked&dense=age&categories=site/page,device&ids=words"
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_streamed_clicks_of_words_go_on_with_the_next_day(days, tmp_path, suffix):
     data = [write_clicks(tmp_path / f"{day}.{suffix}", day, 20 + 20 * day) for day in (1, 2)]
@@ -158,7 +155,6 @@ def test_a_log_that_has_changed_is_not_gone_on_with(days, tmp_path):
     train(Communicators.local(), replace(again, new_data=True), quiet=True)
 
 
-@pytest.mark.if_changed
 @pytest.mark.parametrize("model", ["hstu", "dlrm", "grm"])
 def test_early_stopping_goes_by_validation_and_the_last_figure_by_test(days, tmp_path, model, capsys):
     log = tmp_path / "log.jsonl"

@@ -152,6 +152,7 @@ class Served:
             assert torch.equal(got, want)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("memory", [pytest.param(TWO_PAGES, marks=pytest.mark.slow), "1MiB"])
 def test_events_one_by_one_past_the_longest_history(made, kind, memory):

@@ -56,6 +56,7 @@ def test_probabilities_have_the_bits_of_one_process(exported, ranks, samples):
         assert torch.equal(got, Predictor.load(exported[0]).predict(dense, ids))
 
 
+@pytest.mark.if_changed
 def test_a_wrong_call_is_refused_and_the_ranks_go_on(exported, ranks):
     dense, ids = drawn(exported[1], 3)
     name = next(iter(ids))

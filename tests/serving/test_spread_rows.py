@@ -59,6 +59,7 @@ def test_scores_and_searches_have_the_bits_of_one_process(hstu, spread, users):
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.if_changed
 def test_of_equal_scores_the_smaller_id_comes_first(hstu, spread):
     """Whatever rank has it: all rows of the model's items are scored alike by a vector of zeros."""
     nothing, none = torch.zeros(1, 16, dtype=torch.float32), torch.zeros(0, dtype=torch.int64)
