@@ -1,7 +1,9 @@
 # make verify   install into .venv, fetch MovieLens-100K, prove every mode bit for bit, leave traces
 # make smoke    a few hundred tests in a minute: every op, the schedule check, each mode against its reference
-# make test     the test suite: of slow tests their quick counterparts, of tests with many cases some; of a tool around
-#               the core (emulator, serving, ...) where it, or what it imports, differs from the upstream branch
+# make test     the test suite: of slow tests their quick counterparts, of tests with many cases some; tests of a tool
+#               around the core (emulator, serving, ...) and those that take a second or more where they, or what they
+#               import, differ from the upstream branch
+# make test-long  the same, with those that take a second or more whatever has changed
 # make test-all    every test: all mutants and injected faults, compilations, kernels on emulated GPUs
 # make emulate  Triton kernels on emulated sm_80 and sm_90: their tests in three schedules, and training steps
 # make lint     ruff, mypy, the workflows against GitHub's schema, the manifests against Kubernetes'
@@ -30,7 +32,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Three processes of tests and some hundred of their children import the library: compiled once, then read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify smoke test test-all emulate lint bench compile-matrix report results papers docs wheel \
+.PHONY: verify smoke test test-long test-all emulate lint bench compile-matrix report results papers docs wheel \
 	first-contact clean
 
 verify: .venv/installed
@@ -42,6 +44,9 @@ smoke: .venv/installed
 
 test: .venv/installed
 	$(PYTEST) -m "not slow" --most-cases 2 $$(ci/changed_since.sh)
+
+test-long: .venv/installed
+	$(PYTEST) -m "not slow" --most-cases 2 --long
 
 test-all: .venv/installed
 	$(PYTEST)

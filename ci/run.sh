@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 make lint
-make test
+make test-long
 .venv/bin/tritonrec verify --quick --data zipf

@@ -142,23 +142,51 @@ class Sources:
         return any(name in (self.root / file).read_text() for file in files)
 
 
+def concerned(
+    root: Path, changed: set[str], files: Iterable[str], sources: Sources | None = None
+) -> set[str]:
+    """Those of `files` of tests that a changed file concerns; `sources` as in `left_out`."""
+    if (python := _python(root, changed)) is None:
+        return set(files)
+    pages = {Path(file).name for file in changed if file.endswith(".md")}
+    sources = sources or Sources(root)
+    return {
+        file
+        for file in files
+        if python & sources.closure([file, *around(file, sources)])
+        or any(sources.mentions([file], page) for page in pages)
+    }
+
+
 def left_out(root: Path, changed: set[str], sources: Sources | None = None) -> dict[str, list[str]]:
     """Tool -> its files of tests, of every tool that no changed file concerns.
 
     `sources` of `root` that have been read before are not read again.
     """
-    here = {file for file in changed if (root / file).exists()}
-    pages = {file for file in here if file.endswith(".md")}
-    python = {file for file in here if file.endswith(".py")}
-    if changed - pages - python or python & FOR_ALL:  # what has gone may have been imported by anyone
+    if (python := _python(root, changed)) is None:
         return {}
+    pages = {file for file in changed if file.endswith(".md")}
     sources, found = sources or Sources(root), {}
     for tool, (folders, patterns) in TOOLS.items():
         tests = {path.relative_to(root).as_posix() for each in patterns for path in root.glob(each)}
         code = {file for file in sources.files if file.startswith(tuple(f"{each}/" for each in folders))}
-        around = {f"{file.rpartition('/')[0]}/conftest.py" for file in tests} & sources.files
-        concerned = sources.closure(tests | code | around | ({"tests/conftest.py"} & sources.files))
-        if python & concerned or any(sources.mentions(tests, Path(page).name) for page in pages):
+        beside = {each for file in tests for each in around(file, sources)}
+        if python & sources.closure(tests | code | beside):
+            continue
+        if any(sources.mentions(tests, Path(page).name) for page in pages):
             continue
         found[tool] = sorted(file for file in tests if Path(file).name.startswith("test_"))
     return found
+
+
+def around(file: str, sources: Sources) -> set[str]:
+    """The fixtures that a file of tests has."""
+    return {f"{file.rpartition('/')[0]}/conftest.py", "tests/conftest.py"} & sources.files
+
+
+def _python(root: Path, changed: set[str]) -> set[str] | None:
+    """Changed files of Python; None where a change may concern anyone: what has gone, and what is no page."""
+    here = {file for file in changed if (root / file).exists()}
+    python = {file for file in here if file.endswith(".py")}
+    pages = {file for file in here if file.endswith(".md")}
+    return None if changed - pages - python or python & FOR_ALL else python

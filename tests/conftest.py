@@ -34,7 +34,10 @@ settings.load_profile("tests")
 
 
 ROOT = Path(__file__).resolve().parent.parent
+IF_CHANGED = "if_changed"
 LEFT_OUT = pytest.StashKey[dict[str, list[str]]]()
+CONCERNED = pytest.StashKey[list[str]]()
+"""Files whose tests marked `if_changed` run."""
 
 
 def pytest_addoption(parser):
@@ -45,27 +48,36 @@ def pytest_addoption(parser):
     parser.addoption(
         "--most-cases", type=int, metavar="N",
         help="of a test with more than N parametrized cases run N of them and a sixteenth of the others, "
-        "and of a property a fifth of its examples",
+        "of a property a fifth of its examples, and none marked `if_changed` that nothing concerns that has "
+        "changed since --changed-since",
     )  # fmt: skip
+    parser.addoption("--long", action="store_true", help="with --most-cases: those marked `if_changed` too")
 
 
 def pytest_configure(config):
     if config.getoption("--most-cases") is not None:  # before properties are read, which keep their profile
         settings.load_profile("few")
-    config.stash[LEFT_OUT] = {}
+    config.stash[LEFT_OUT], config.stash[CONCERNED] = {}, []
     if hasattr(config, "workerinput"):
-        config.stash[LEFT_OUT] = config.workerinput["left_out"]
+        config.stash[LEFT_OUT], config.stash[CONCERNED] = config.workerinput["changed"]
     elif reference := config.getoption("--changed-since"):
         try:
-            config.stash[LEFT_OUT] = changed.left_out(ROOT, changed.changed_files(ROOT, reference))
+            files, sources = changed.changed_files(ROOT, reference), changed.Sources(ROOT)
         except (OSError, subprocess.CalledProcessError) as error:
             raise pytest.UsageError(f"--changed-since {reference}: {error}") from None
+        marked = sorted(
+            file
+            for file in sources.files
+            if file.startswith("tests/") and sources.mentions([file], IF_CHANGED)
+        )
+        config.stash[LEFT_OUT] = changed.left_out(ROOT, files, sources)
+        config.stash[CONCERNED] = sorted(changed.concerned(ROOT, files, marked, sources))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """Of pytest-xdist, whose processes read no sources again."""
-    node.workerinput["left_out"] = node.config.stash[LEFT_OUT]
+    node.workerinput["changed"] = node.config.stash[LEFT_OUT], node.config.stash[CONCERNED]
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -83,12 +95,17 @@ def pytest_terminal_summary(terminalreporter, config):
         )
 
 
+def runs(item, files):
+    return item.path in files or not item.get_closest_marker(IF_CHANGED)
+
+
 @pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, whose choice is thinned out
 def pytest_collection_modifyitems(config, items):
     longest_first(items, ROOT / "tests")
     if (most := config.getoption("--most-cases")) is None:
         return
-    kept = thinned(items, most)
+    files = None if config.getoption("--long") else {ROOT / file for file in config.stash[CONCERNED]}
+    kept = thinned([item for item in items if files is None or runs(item, files)], most)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]

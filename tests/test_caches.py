@@ -58,6 +58,7 @@ def warnings_of(done):
     return [line for line in done.stderr.splitlines() if "compiling kernels" not in line]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "variable",
     [pytest.param({}, marks=pytest.mark.slow), {"NUMBA_CACHE_DIR": "/proc/nowhere"}],
@@ -165,6 +166,7 @@ def test_triton_keeps_a_folder_that_can_be_written(unprepared, tmp_path, variabl
     assert dict(os.environ) == before
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -76,6 +76,32 @@ def test_a_change_runs_the_tests_of_the_tools_that_it_concerns(root, path, tools
     assert BOTH - changed.left_out(root, {path}).keys() == tools
 
 
+FILES_OF_TESTS = {
+    "tests/serving/test_rows.py",
+    "tests/resilience/test_lost.py",
+    "tests/pipeline/test_lanes.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    {
+        "tritonrec/kernels/unique/numba_unique.py": {"lost"},
+        "tritonrec/data/__init__.py": {"rows"},
+        "tests/kit.py": {"rows"},
+        "ci/losing.py": {"lost"},
+        "tests/pipeline/test_lanes.py": {"lanes"},
+        "docs/serving.md": {"rows"},
+        "docs/index.md": set(),
+        "tests/conftest.py": {"rows", "lost", "lanes"},
+        "ci/gone.py": {"rows", "lost", "lanes"},
+    }.items(),
+)
+def test_a_change_runs_the_files_that_import_or_name_what_it_changes(root, path, names):
+    found = changed.concerned(root, {path}, FILES_OF_TESTS)
+    assert {Path(file).stem.removeprefix("test_") for file in found} == names
+
+
 def git(root, *words):
     command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
     return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
@@ -118,13 +144,17 @@ def test_commits_and_files_that_are_not_committed_count(clone):
     assert option(clone) == f"--changed-since {head}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.if_changed
 def test_pytest_leaves_them_out_and_says_so(clone):
     for name in ("changed.py", "conftest.py", "interpreter.py", "speeds.py"):
         shutil.copy(ROOT / "tests" / name, clone / "tests")
     for test in clone.glob("tests/*/test_*.py"):
         test.write_text("def test_it():\n    pass\n")
-    (clone / "pyproject.toml").write_text('[tool.pytest.ini_options]\ntestpaths = ["tests"]\n')
+    marked = "import pytest\n@pytest.mark.if_changed\ndef test_it():\n    pass\n"
+    (clone / "tests/resilience/test_lost.py").write_text(f"import tritonrec.resilience\n{marked}")
+    (clone / "tests/pipeline/test_lanes.py").write_text(marked)
+    marks = 'markers = ["if_changed"]\naddopts = "--strict-markers"\n'
+    (clone / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\ntestpaths = ["tests"]\n{marks}')
     (clone / ".gitignore").write_text("__pycache__\n")
     git(clone, "add", ".")
     git(clone, "commit", "-qm", "tests")
@@ -139,6 +169,12 @@ def test_pytest_leaves_them_out_and_says_so(clone):
     found = run("-n", "2", "--changed-since", "HEAD")
     assert "2 passed" in found and "changed since HEAD: tests of" in found, found
     assert "serving (1 files)" in found and "resilience" not in found
+    quick = "--most-cases", "2"
+    assert "1 passed, 1 deselected" in run("-n", "0", *quick, "--changed-since", "HEAD")
+    assert "1 passed" in run("-n", "2", *quick, "--changed-since", "HEAD")
+    assert "1 passed, 2 deselected" in run("-n", "0", *quick) and "3 passed" in run(
+        "-n", "0", *quick, "--long"
+    )
     assert "--changed-since nowhere" in run("--changed-since", "nowhere")
 
 
@@ -149,6 +185,7 @@ def test_every_tool_has_its_files():
         assert all([*ROOT.glob(pattern)] for pattern in patterns), tool
 
 
+@pytest.mark.if_changed
 def test_a_change_of_what_trains_concerns_every_tool_and_one_of_the_lab_not_all():
     core = "tritonrec/kernels/unique/numba_unique.py"  # imported by a name made at run time
     sources = changed.Sources(ROOT)

@@ -216,6 +216,7 @@ def lonely_kernel(x_ptr):
 """
 
 
+@pytest.mark.if_changed
 def test_a_kernel_without_a_case_is_named(tmp_path):
     (tmp_path / "extra.py").write_text(EXTRA)
     (tmp_path / "program.py").write_text(NEW_KERNEL)

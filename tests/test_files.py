@@ -110,6 +110,7 @@ def test_what_the_output_goes_to_is_not_replaced(tmp_path):
     assert target.stat().st_ino == inode and target.read_text() == "before\n"
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("cleaned", [True, False])
 def test_a_scratch_folder_that_is_dropped_leaves_no_process(cleaned, tmp_path):
     folder = ScratchFolder(folder=tmp_path)

@@ -42,6 +42,7 @@ def test_the_rehearsal_passes_and_leaves_its_files(tmp_path):
     assert "silu" in (tmp_path / "bench.txt").read_text()
 
 
+@pytest.mark.if_changed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path):
     done = script("bench", out=tmp_path)

@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tritonrec.optional import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +38,7 @@ def without(folder: Path, *commands: list[str]) -> list[str]:
     return done.stderr.strip().splitlines()
 
 
+@pytest.mark.if_changed
 def test_training_and_its_checkpoint_need_none_and_an_absence_is_one_sentence_before_any_work(tmp_path):
     expected = [
         ([*DATA, "--trace", "run.pftrace"], "perfetto", "traces"),

@@ -488,6 +488,7 @@ def test_documents_that_are_nested_too_deeply_are_one_error(tmp_path):
             read_it(path)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("folder_at", [new_folder, published])
 def test_a_folder_that_another_run_wrote_meanwhile_is_its_own(folder_at, tmp_path):
     with (

@@ -126,6 +126,7 @@ def test_every_supported_python_is_declared_built_and_tried():
     assert f"| Python | {', '.join(declared)} |" in (ROOT / "docs/versions.md").read_text()
 
 
+@pytest.mark.if_changed
 def test_the_bill_of_materials_has_what_a_wheel_brings(tmp_path):
     """By the command of the workflow, for a wheel without dependencies."""
     about = {"METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 3\n", "RECORD": "",

@@ -59,6 +59,7 @@ def test_an_allocation_beyond_the_bound_raises(way):
     WAYS[way](1024 * MIB)
 
 
+@pytest.mark.if_changed
 def test_a_limit_of_the_users_is_kept():
     code = (
         "import resource as r; r.setrlimit(r.RLIMIT_DATA, (5 << 30, 6 << 30))\n"
@@ -146,6 +147,7 @@ def test_other_errors_are_as_they_are_and_leave_no_bound():
     assert limits() == before
 
 
+@pytest.mark.if_changed
 def test_a_look_finds_room_for_its_own_threads():
     """Though nothing is left of the bound before, as after a step that took all of it."""
     code = (
@@ -161,6 +163,7 @@ def test_a_look_finds_room_for_its_own_threads():
     assert said_by(code) == "bound\n"
 
 
+@pytest.mark.if_changed
 def test_a_lane_starts_its_parallel_loops_under_any_bound():
     """Of a machine of many cores, whose stacks are more than what is left: OpenMP would end the process."""
     code = (

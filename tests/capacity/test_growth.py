@@ -54,6 +54,7 @@ WAYS = {
 }
 
 
+@pytest.mark.if_changed
 @pytest.mark.every_case
 @pytest.mark.parametrize("way", slow_except(["nothing", "demote"], WAYS))
 def test_each_policy_keeps_a_table_below_the_limit(way, tmp_path):

@@ -63,6 +63,7 @@ def test_stops_before_memory_ends(monkeypatch, share, ranks):
     assert limit - ranks * sizes[-1] < ranks * 2.2 * (free[len(sizes) + 20] - sizes[-1]) + 4096
 
 
+@pytest.mark.if_changed
 def test_warns_ahead_and_again_at_half_the_way(monkeypatch):
     free, _ = grown(monkeypatch, 1 << 40)
     sizes, said = grown(monkeypatch, free[300], ahead=200)
@@ -74,6 +75,7 @@ def test_warns_ahead_and_again_at_half_the_way(monkeypatch):
     assert all(len(sizes) - GOES_ON <= end <= 301 for end in ends)
 
 
+@pytest.mark.if_changed
 def test_what_is_kept_for_a_checkpoint(monkeypatch):
     free, _ = grown(monkeypatch, 1 << 40)
     reserve = free[-1] // 4

@@ -84,6 +84,7 @@ def test_an_empty_checkpoint_is_legal(tmp_path):
     check(tmp_path, 0, {}, {}, {})
 
 
+@pytest.mark.if_changed
 @settings(max_examples=examples(25))
 @given(
     dense=st.dictionaries(st.text(max_size=8), st.lists(st.floats(width=32), max_size=4), max_size=3),

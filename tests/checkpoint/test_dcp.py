@@ -87,6 +87,7 @@ def imported(communicators, folder):
         return digest(trainer), trained(trainer, MORE)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_folder_of_one_rank_goes_on_at_other_world_sizes(tmp_path, format):
     bits = exported(Communicators.local(), tmp_path / "out", format)
@@ -96,6 +97,7 @@ def test_a_folder_of_one_rank_goes_on_at_other_world_sizes(tmp_path, format):
         assert run_ranks(ranks, lambda each: imported(each, tmp_path / "out")) == [bits] * ranks
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_is_read_in_parts_none_of_which_reads_all_rows(tmp_path, monkeypatch, ranks):
     """DCP reads a chunk whole, so that chunks of all rows made the time of a load their square."""
@@ -141,6 +143,7 @@ def saved_by_several(communicators, folder):
         return [trainer.load(folder / name) for name in ("whole", "changes", "last")], digest(trainer)
 
 
+@pytest.mark.if_changed
 def test_savers_of_one_group_take_turns(tmp_path):
     (steps, first), other = run_ranks(2, lambda each: saved_by_several(each, tmp_path))
     assert steps == [2, 2, 2] and other == (steps, first)
@@ -281,6 +284,7 @@ def test_a_folder_without_some_rows_is_refused(tmp_path):
             dcp.load(trainer, tmp_path)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(("format", "replicas"), [*((each, 1) for each in FORMATS), ("dcp", 2)])
 def test_two_ranks_write_a_folder_of_the_same_bits(tmp_path, format, replicas):
     """Of two copies of the tables the second writes nothing, and does not wait for it."""
@@ -317,6 +321,7 @@ def written_late(communicators, folder):
     return sorted(each.name for each in folder.iterdir() if each.name != ".lock")
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_ranks_wait_for_a_slow_disk_beyond_the_timeout(tmp_path):
     with RankPool([2], timedelta(seconds=2)) as own:

@@ -16,6 +16,7 @@ from tritonrec.checkpoint import steps
 from tritonrec.embedding import Placement
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kills", slow_except([2], [2, 12]))
 def test_killed_at_any_moment_it_goes_on_from_the_last_whole_checkpoint(tmp_path, kills):
     folder, rows, draw = tmp_path / "checkpoints", tmp_path / "rows", random.Random(kills)

@@ -109,6 +109,7 @@ def at_bounds(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {column: values[chosen] for column, values in table.items()}
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("saved_by", slow_except([3], [1, 3]))
 def test_rows_at_the_bounds_of_parts_are_found(tmp_path, monkeypatch, saved_by):
     monkeypatch.setattr(slices_module, "PART_BYTES", 64)  # as many parts as there can be

@@ -47,6 +47,7 @@ def bytes_of(folder):
     return sum(path.stat().st_size for path in Path(folder).glob("item*.safetensors"))
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("storage", ["host", "disk"])
 def test_runs_at_other_world_sizes_add_changes_to_one_table(tmp_path, storage):
     """Each also saves all of it elsewhere; earlier checkpoints go, and the last one is whole without them."""

@@ -115,6 +115,7 @@ def test_the_ranks_of_one_run_share_the_lock(tmp_path, world_size):
     assert ".lock" not in left(tmp_path) and load(tmp_path).step == 2
 
 
+@pytest.mark.if_changed
 def test_a_run_of_another_process_is_named_until_it_is_killed(tmp_path, holder):
     with pytest.raises(CheckpointError, match=rf"is in use: process {holder.pid} on "):
         Saver(tmp_path)

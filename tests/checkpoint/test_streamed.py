@@ -73,6 +73,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -350,6 +351,7 @@ save({target!r}, 2, {{}}, training.tables.snapshot(), {{}})
 """
 
 
+@pytest.mark.if_changed
 def test_a_crash_between_parts_leaves_the_checkpoint_before(tmp_path, small_parts):
     target, state = tmp_path / "run", tmp_path / "state.pt"
     program = KILLED.format(folder=str(Path(__file__).parent), target=str(target), state=str(state))

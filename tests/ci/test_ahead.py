@@ -45,6 +45,7 @@ def compiled(package, tmp_path, target="", **changed):
     return ahead.counted(UNIQUE, package, tmp_path / "cache", target, **changed)["compiled"]
 
 
+@pytest.mark.if_changed
 def test_every_launch_has_a_call_on_the_cpu(tmp_path):
     """By these the wheels' kernels are found; the test below, of the kernels themselves, is slow."""
     noted = tmp_path / "noted.pickle"

@@ -43,6 +43,7 @@ def test_memory_shows_a_byte_before_a_gap_between_rows_and_an_argument_that_is_o
         assert arena.spoiled([matrix]), place
 
 
+@pytest.mark.if_changed
 def test_memory_behind_an_argument_ends_the_process():
     code = """
 import guarded, torch

@@ -56,6 +56,7 @@ def without_checksums_of_manifests(monkeypatch):
     monkeypatch.setattr(manifest, "_sha256_of", lambda body: Fitting())
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "weaken",
     slow_except(

@@ -29,6 +29,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in SLOW)], ids=str
 )

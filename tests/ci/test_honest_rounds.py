@@ -127,6 +127,7 @@ def test_no_suite_times_beside_the_mechanism(path):
 OF_PLAIN_TORCH = ["gather_rows", "silu", "sparse_rowwise_adagrad", "norm_mul_dropout"]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("name", OF_PLAIN_TORCH)
 def test_a_case_refuses_the_answer_of_another_seed(name):
     """By the last peer, which compiles nothing."""

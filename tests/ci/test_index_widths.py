@@ -17,6 +17,7 @@ def planted():
     return json.loads(compiled(PLANTED))
 
 
+@pytest.mark.if_changed
 def test_each_planted_line_is_found_and_no_other(planted):
     lines = PLANTED.read_text().splitlines()
     marked = {n for n, line in enumerate(lines, 1) if line.endswith("# at fault")}
@@ -36,6 +37,7 @@ def test_a_fault_names_the_line_the_variable_the_range_and_the_launch(planted):
     assert len(where) == 1 and where[0].endswith("sizes below 2**31")
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("only", ["hash_table", pytest.param("", marks=pytest.mark.slow)])
 def test_no_launch_can_leave_32_bits(only):
     done = compiled("ci/compile/index_widths.py", "--only", only)

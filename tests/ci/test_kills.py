@@ -43,6 +43,7 @@ def fake(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "code, problem",
     [

@@ -22,12 +22,14 @@ def test_each_planted_kernel_is_found_for_what_it_does_and_no_other(planted):
     assert {name for name in planted if planted[name]} == {n for n in planted if n.startswith("orders")}
 
 
+@pytest.mark.if_changed
 def test_two_orders_of_a_sum_are_shown_with_who_has_them(planted):
     (message,) = planted["orders_by_alignment"]
     assert "sizePerThread = [4]" in message and "as it is" in message
     assert "sizePerThread = [1]" in message and "nothing aligned" in message
 
 
+@pytest.mark.if_changed
 def test_an_argument_that_is_not_summed_can_change_the_order_too(planted):
     (message,) = planted["orders_by_a_neighbour"]
     assert re.search(r"sizePerThread = \[1\].*: \S+, (y_ptr not aligned|nothing aligned)$", message, re.M)

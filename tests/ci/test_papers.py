@@ -138,6 +138,7 @@ def test_a_page_without_its_marks_is_refused():
         papers.page("papers.md", "# Papers\n", RECORD["rows"])
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("seed", range(4))
 def test_offline_clusters_are_those_that_no_swap_betters(seed):
     draw = np.random.default_rng(seed)

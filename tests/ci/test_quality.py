@@ -40,6 +40,7 @@ def test_each_users_last_item_is_kept_for_the_test(quality):
             assert np.array_equal(training.items[first:last], whole.items[start:end])
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("system", ["sasrec", "hstu"])
 def test_ours_are_scored_on_the_validation_and_the_test(quality, system):
     row = quality.train(quality.Setting(system, 3e-3, 0.2, 1), quality.Split.of(DATA))

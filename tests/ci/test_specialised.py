@@ -2,13 +2,16 @@
 
 import json
 
+import pytest
 from compiling import COMPILE, compiled
 
 
+@pytest.mark.if_changed
 def test_another_batch_takes_the_same_programs():
     assert json.loads(compiled(COMPILE / "programs.py")) == {}
 
 
+@pytest.mark.if_changed
 def test_where_triton_specialises_numbers_of_the_batch_they_are_found():
     specialised = "from tritonrec.kernels import triton_jit; triton_jit.OF_THE_BATCH.clear(); "
     found = json.loads(

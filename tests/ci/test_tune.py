@@ -19,6 +19,7 @@ def offered():
     return json.loads(compiled("-c", PROGRAM))
 
 
+@pytest.mark.if_changed
 def test_no_candidate_has_more_threads_than_elements(offered):
     of_one_dimension = 0
     for name, candidates in offered.items():
@@ -31,6 +32,7 @@ def test_no_candidate_has_more_threads_than_elements(offered):
     assert of_one_dimension > 30
 
 
+@pytest.mark.if_changed
 def test_what_is_committed_is_offered(offered):
     for name, candidates in offered.items():
         module = importlib.import_module(f"tritonrec.kernels.{name}")
@@ -40,6 +42,7 @@ def test_what_is_committed_is_offered(offered):
         assert committed in candidates, (name, committed)
 
 
+@pytest.mark.if_changed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(AssertionError, match="there is no GPU here to time candidates on"):

@@ -109,6 +109,7 @@ def test_a_bad_column_is_named_and_a_bad_value_by_its_row(tmp_path, others, mess
             stream.batch(step)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("rows", [30, 90, 1 << 14])
 def test_ali_ccp_is_written_in_plain_columns_once(tmp_path, monkeypatch, rows):
     monkeypatch.setattr("tritonrec.data.text_tables.BLOCK_BYTES", rows)
@@ -173,6 +174,7 @@ def test_columns_of_text_are_named(tmp_path):
             load(spec.replace("PATH", f"{tmp_path}/log.csv"))
 
 
+@pytest.mark.if_changed
 def test_frames_are_read_and_streamed():
     import pandas
     import polars

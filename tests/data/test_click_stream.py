@@ -70,6 +70,7 @@ def test_the_held_out_rows_are_evaluated_in_their_order(folder, size):
     assert evaluate_clicks(predict, stream) == evaluate_clicks(predict, loader)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("world_size", slow_except([3], [2, 3]))
 def test_ranks_divide_the_global_batch(folder, world_size):
     alone = ClickStream(folder, 16, seed=3, columns=CRITEO)

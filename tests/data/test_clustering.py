@@ -31,6 +31,7 @@ def indices(parts) -> list[list[int]]:
     return [part.tolist() for part in parts]
 
 
+@pytest.mark.if_changed
 def test_the_batch_of_the_docstring():
     batch = jagged([[1, 2], [3, 4], [1, 2], [3, 5]])
     plain, clustered = split(batch, 2, clustering=False), split(batch, 2, clustering=True)

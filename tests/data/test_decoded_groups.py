@@ -58,6 +58,7 @@ def by_each_reader(folder):
     return found
 
 
+@pytest.mark.if_changed
 def test_it_is_decoded_once_and_for_all_epochs(folder, by_each_reader):
     made = stream(folder)
     assert made.plan.divided.tolist() == [0, 6]
@@ -108,6 +109,7 @@ def test_without_a_folder_for_temporary_files(folder, by_each_reader, monkeypatc
         assert batches(made) == by_each_reader
 
 
+@pytest.mark.if_changed
 def test_beside_a_tmp_in_memory_they_are_in_the_cache(folder, by_each_reader, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(parquet_rows, "in_memory", lambda path: path == tempfile.gettempdir())

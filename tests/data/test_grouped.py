@@ -45,6 +45,7 @@ def sequences_of_log(path, log=None):
     return dict(zip(found.user_ids.tolist(), lists, strict=True))
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("bucket_rows", [10**6, 60])
 def test_the_sequences_are_those_of_the_log_in_memory(log, cache, monkeypatch, bucket_rows):
     monkeypatch.setattr("tritonrec.data.convert_sequences.BUCKET_ROWS", bucket_rows)

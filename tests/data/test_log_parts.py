@@ -73,6 +73,7 @@ def test_decimals_order_a_users_events_also_where_buckets_divide_them(tmp_path, 
     assert found == {1: [(12, -1), (13, 5), (15, 5), (10, 5)], 2: [(11, 5), (14, 5)]}
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_line_is_named_and_nothing_is_kept(tmp_path, cache, case):
     content, format, message = BAD[case]
@@ -82,6 +83,7 @@ def test_a_bad_line_is_named_and_nothing_is_kept(tmp_path, cache, case):
     assert [path.suffix for path in (cache / "sequences").iterdir()] == [".lock"]
 
 
+@pytest.mark.if_changed
 def test_compressed_files_and_urls_are_read_as_plain_ones(tmp_path):
     plain = tmp_path / "log.csv"
     plain.write_text(NUMBERS)

@@ -115,6 +115,7 @@ def test_partitions_are_days_and_keep_every_sequence(tmp_path):
     assert files_of(tmp_path / "ms") == files_of(tmp_path / "out")
 
 
+@pytest.mark.if_changed
 @settings(max_examples=25)
 @given(rows=st.integers(2, 60), per_file=st.integers(1, 25), per_group=st.integers(1, 25))
 def test_the_parts_of_a_log_are_its_row_groups_in_order(tmp_path_factory, rows, per_file, per_group):
@@ -307,6 +308,7 @@ def test_the_command_converts_and_reports(tmp_path):
     assert unit.exit_code == 1 and "--time-unit must be s, ms, us or ns, got 'h'" in unit.output
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("partition", [[], ["--partition-by", "date"]])
 def test_a_log_of_words_keeps_them(tmp_path, monkeypatch, partition):
     """A converted log has the numbers of its words, and these beside it."""
@@ -337,6 +339,7 @@ def test_a_log_of_words_keeps_them(tmp_path, monkeypatch, partition):
             assert Job(f"parquet:{where}/{name}").vocabularies() == original.words
 
 
+@pytest.mark.if_changed
 def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):
     text = "user,item,time\n" + "".join(f"{row},1,{1649408076860 + row}\n" for row in range(9))
     (tmp_path / "log.csv").write_text(text)

@@ -126,6 +126,7 @@ def test_buckets_have_every_user_once(log, folder, tmp_path):
     assert catalogues[0] == catalogues[1]
 
 
+@pytest.mark.if_changed
 def test_the_command_writes_sequences_of_a_log_in_parquet(log, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tritonrec.data.convert_sequences.BUCKET_ROWS", len(log) // 3)
     write(log, tmp_path / "log", partition_by="date", rows_per_group=40)
@@ -231,6 +232,7 @@ def test_rows_without_tokens_are_refused_where_batches_are_cut_by_tokens(tmp_pat
         next(cut)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("place", range(0, 10, 3))
 def test_a_stream_goes_on_where_few_rows_have_tokens(tmp_path, place):
     """A position may stand behind an epoch's only row with tokens, and the next epoch may have it last."""

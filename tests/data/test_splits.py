@@ -129,6 +129,7 @@ def test_an_evaluation_has_each_event_of_its_part_and_the_events_before(rule, pa
     assert found == wanted - firsts
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "time:0.6,0.2,0.2"])
 def test_a_stream_has_the_parts_of_the_loader(rule, tmp_path):
     write_sequences([LOG], tmp_path, rows_per_file=13, rows_per_group=4)

@@ -53,6 +53,7 @@ def expected(folder):
     return [next(made) for _ in range(2 * made.steps_per_epoch + 3)]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 def test_ranks_divide_the_batches_of_one_rank(folder, expected, world_size):
     ranks = [stream(folder, rank, world_size) for rank in range(world_size)]

@@ -64,6 +64,7 @@ def logs(tmp_path_factory):
     return folder, size, written(20_000)[0]  # of several row groups, as the other one
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("how", ["stream", pytest.param("whole", marks=pytest.mark.slow)])
 def test_a_log_of_ten_times_the_memory(logs, how):
     folder, size, small = logs

@@ -105,6 +105,7 @@ def test_steps_are_ready_when_the_slowest_partition_has_their_messages():
     assert TopicStream(Listed("abc", "abcdefg"), listed, 2, start=[3, 7]).ready() == 0
 
 
+@pytest.mark.if_changed
 def test_a_topic_of_kafka_is_read_from_any_step(broker):
     topic = topic_at(broker.servers)
     assert topic.partitions == 4 and topic.ends() == [COUNT // 4] * 4
@@ -184,6 +185,7 @@ def train(servers, folder, steps=9):
     return state(made)
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_a_training_that_was_killed_goes_on_with_the_same_bits(broker, tmp_path, capsys):
     paths = map(str, (Path(__file__).parent, ROOT / "tests", ROOT))

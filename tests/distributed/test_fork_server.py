@@ -48,6 +48,7 @@ def of_rank_and_server(_):
     return open_files("self"), open_files(os.getppid())
 
 
+@pytest.mark.if_changed
 def test_ranks_have_the_surroundings_of_their_launcher_at_the_start_of_the_pool(monkeypatch, tmp_path):
     with RankPool((1,)) as pool:
         ((first, variable, *_),) = pool.run(surroundings, 1)
@@ -177,6 +178,7 @@ def test_a_rank_is_killed_though_its_server_has_forked_none_yet():
         assert process.exitcode == -signal.SIGKILL and process.pid is None
 
 
+@pytest.mark.if_changed
 def test_a_rank_that_is_killed_leaves_the_others_of_its_server():
     server = fork_server.ForkServer()
     killed, other = (server.start(f"rank {rank}", time.sleep, [], 600) for rank in range(2))

@@ -97,6 +97,7 @@ class Launched:
         wait_until(lambda: not [*self.temporary.glob("tritonrec-*")], 10, "a temporary folder stays")
 
 
+@pytest.mark.if_changed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "number", slow_except([signal.SIGKILL], [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])

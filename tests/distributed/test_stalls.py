@@ -180,6 +180,7 @@ def stopped(monkeypatch):
             each.join(10)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("when", ["before it came", "after it came", "while others are missing"])
 def test_a_save_names_the_rank_whose_process_serves_the_store_where_it_is_stopped(stopped, when):
     store, stop = stopped
@@ -227,6 +228,7 @@ def test_rank_0_names_those_that_it_has_never_seen(store, server):
     watch.close()
 
 
+@pytest.mark.if_changed
 def test_ranks_do_not_name_rank_0_where_the_launcher_serves_the_store(stopped):
     store, stop = stopped
     watch = Watch(store, 1, 2, timedelta(seconds=0.3), server=None)
@@ -236,6 +238,7 @@ def test_ranks_do_not_name_rank_0_where_the_launcher_serves_the_store(stopped):
     watch.close()
 
 
+@pytest.mark.if_changed
 def test_a_watch_is_made_though_the_store_is_silent(stopped):
     store, stop = stopped
     stop()
@@ -290,6 +293,7 @@ def test_a_rank_that_was_named_once_is_not_waited_for_again(store):
     steps._collective(lambda: None)
 
 
+@pytest.mark.if_changed
 def test_the_end_of_the_rank_that_serves_the_store_hides_no_other(stopped):
     """It names a third rank, and ends before the others have: they would name it."""
     store, stop = stopped

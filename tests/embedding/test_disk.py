@@ -111,6 +111,7 @@ def test_behind_a_cache_rows_of_recent_lookups_are_in_memory(tmp_path):
     assert memory["fp32_values"] == (2 + 16) * 4 * WIDTH and memory["disk"] >= 40 * 4 * WIDTH
 
 
+@pytest.mark.if_changed
 def test_nothing_is_left_in_the_directory_by_a_process_that_was_killed(tmp_path):
     code = (
         "import os, signal; from tritonrec.embedding import DynamicTable, Placement\n"
@@ -329,6 +330,7 @@ def test_a_save_goes_on_without_a_copy_of_rows_where_the_disk_is_full_alone(tmp_
             assert file.spool(9) is None
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("storage", "space"), [("disk", "enough"), ("disk", "none for a copy"), ("cached", "enough")]
 )

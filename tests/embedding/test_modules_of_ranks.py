@@ -87,6 +87,7 @@ def assert_same(one, other):
         assert all(torch.equal(a, b) for a, b in zip(one[name], other[name], strict=True)), name
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("world", "policy", "cuts", "passes"),
     slow_except(

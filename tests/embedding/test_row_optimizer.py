@@ -308,6 +308,7 @@ def test_a_rule_whose_bits_are_not_those_of_torch_is_refused_by_name():
     assert (rows == 1).all()
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("fault", ["no eps", "the first formula alone"])
 def test_a_rule_whose_bits_differ_for_few_gradients_or_late_is_refused(fault):
     eps, late = np.float32(1e-12 * (fault != "no eps")), np.float32(1 + (fault == "no eps"))

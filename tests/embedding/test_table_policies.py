@@ -395,6 +395,7 @@ def test_policies_equal_the_naive_table(eviction, admission, window, tiers):
 ON_DISK = Placement("disk", path=gettempdir(), memory="150")
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("storage", ["device", "cached", "disk"])
 @pytest.mark.parametrize(
     ("eviction", "admission", "tiers"),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 WORK = """
 import json
@@ -66,6 +68,7 @@ def printed(program, cache):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.if_changed
 def test_a_launch_on_the_gpu_finds_what_was_assembled_and_nothing_else(tmp_path):
     assert printed(WARMED, tmp_path / "assembled") == 2
     assert printed(EMULATED, tmp_path / "emulated") == 0

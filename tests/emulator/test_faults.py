@@ -18,6 +18,8 @@ from tritonrec.harness.emulator import (
     UninitialisedError,
 )
 
+pytestmark = pytest.mark.if_changed
+
 SEEDS = range(6)
 BARRIER = "\tbar.sync 0;\n"
 TID = "\tmov.u32 %r250, %tid.x;\n"

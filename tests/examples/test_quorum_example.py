@@ -82,6 +82,7 @@ def serve(tmp_path):
     return "http://{}:{}".format(*server.address)
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 @pytest.mark.parametrize("kind", ["stand-in", pytest.param("torchft", marks=pytest.mark.slow)])
 def test_ranks_come_and_go(tmp_path, kind):

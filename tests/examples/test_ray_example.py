@@ -69,6 +69,7 @@ def of_one_process():
     return losses((ROOT / "README.md").read_text())
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_workers_are_started_anew_and_go_on_with_the_digits_of_one_process(tmp_path):
     (tmp_path / "ray/train").mkdir(parents=True)

@@ -23,6 +23,7 @@ def example(name):
     return module
 
 
+@pytest.mark.if_changed
 def test_dlrm_comes_near_the_best_that_its_log_allows(tmp_path):
     dlrm = example("dlrm")
     best = dlrm.write_log(tmp_path / "clicks.tsv", 12_000)
@@ -49,6 +50,7 @@ def test_calibration_by_tenths_sees_what_the_mean_does_not():
     assert all(abs(predicted - 0.5) < 0.02 for predicted, _ in groups)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("experts", [1, 3])
 def test_tasks_are_learned_together_in_the_same_bits_for_any_cut(experts):
     multi_task = example("multi_task")
@@ -78,6 +80,7 @@ def test_a_task_alone_is_the_one_that_it_names(capsys):
     torch.testing.assert_close(model(batch, rows, 0), wanted)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("name", ["gru4rec", "bert4rec"])
 def test_next_items_are_learned_in_the_same_bits_for_any_cut(name, capsys, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)  # of which one imports the other's loop
@@ -106,6 +109,7 @@ def test_bert4rec_sees_both_sides_in_training_and_never_what_comes_next(monkeypa
     assert changed(0) == [False] * 6 and changed(4) == [False] * 6  # a user's first item has no place
 
 
+@pytest.mark.if_changed
 def test_the_notebook_runs_and_prints_what_it_shows():
     import nbclient as client
     import nbformat

@@ -47,6 +47,7 @@ def reference(tmp_path_factory):
     return train(tmp_path_factory.mktemp("reference"), "reference", 1)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("mode", "micro_batches"),
     CUTS,

@@ -23,6 +23,7 @@ def example():
     return module
 
 
+@pytest.mark.if_changed
 def test_in_batch_negatives_give_the_same_model_for_any_cut_on_one_rank_and_two(example):
     log = example.Log(DATA)
     begun = example.KINDS["InBatch"]()  # ranks that are threads share torch's generator
@@ -36,6 +37,7 @@ def test_in_batch_negatives_give_the_same_model_for_any_cut_on_one_rank_and_two(
         assert run_ranks(2, lambda ranks, cut=micro_batches: trained(ranks, cut)) == [one, one]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", ["InBatch", "Uncorrected", "Sampled", "Popular", "PopularUncorrected"])
 def test_each_loss_learns(example, kind):
     log = example.Log(DATA)

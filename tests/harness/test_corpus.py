@@ -14,6 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "bugs.md"
 QUICK = ("second-moment-with-beta-1", "prefetch-counts-on-one-rank", "remainder-lost-in-resharding")
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 @pytest.mark.parametrize("name", slow_except(QUICK, [fault.name for fault in PUBLIC]))
 def test_a_public_bug_is_noticed(verifier, name):
@@ -25,6 +26,7 @@ def test_a_public_bug_is_noticed(verifier, name):
         assert "check" in result.by
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_a_fault_in_a_group_of_ranks_does_not_outlive_its_run(verifier):
     fault = next(fault for fault in PUBLIC if fault.name == "dense-gradients-not-exchanged")

@@ -14,7 +14,7 @@ from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run, StoppingRule
 from tritonrec.pipeline import WindowConfig
 
-pytestmark = pytest.mark.multi_rank
+pytestmark = [pytest.mark.multi_rank, pytest.mark.if_changed]
 STEPS, EVERY = 40, 2
 
 

@@ -113,6 +113,7 @@ def rows(folder):
 COPIES = {"elastic": True, "peer_copies": 4}
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("world_size", "victims", "options", "replicas"),
     slow_except(
@@ -203,6 +204,7 @@ def test_too_few_ranks_do_not_go_on(job):
     assert "rank 0: died (SIGKILL)" in str(lost.value)
 
 
+@pytest.mark.if_changed
 def test_replay_of_an_elastic_run_changes_no_bit(job):
     run = Run(job, "nestpipe", WindowConfig(2), steps=STEPS, replay=1.0, **COPIES)
     assert lose(run, 3, {1: "compute 5"})["digest"] == plain(replace(run, replay=0.0))["digest"]

@@ -100,6 +100,7 @@ def test_those_that_return_their_status(monkeypatch, found):
     assert [status(*words) for words in (("bench",), ("trace", "x"), ("doctor",))] == [found] * 3
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("broken", [None, MODES[0], MODES[-1]])
 def test_traces_are_sound_if_those_of_all_modes_are(monkeypatch, job, tmp_path, broken):
     """Recording and measuring are left out; `test_record_traces.py` has them."""

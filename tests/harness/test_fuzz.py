@@ -39,6 +39,7 @@ def fuzzer(report):
         yield made
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "changes",
     [
@@ -57,6 +58,7 @@ def test_a_configuration_is_equal_to_its_reference(fuzzer, report, changes):
     assert report.identical == 1 and report.tensors > 0 and not report.refused
 
 
+@pytest.mark.if_changed
 def test_refused_configurations_are_counted_by_message_and_once(fuzzer, report):
     for depth in (2, 2, 5):
         assert fuzzer.evidence(replace(SMALL, depth=depth)) == ""
@@ -211,6 +213,7 @@ def test_a_search_finds_a_fault(fault, mode, monkeypatch):
     assert len(failure.configuration) <= 8 and failure.repeated == 3 and report.shrinking
 
 
+@pytest.mark.if_changed
 def test_the_command_repeats_a_failure(tmp_path):
     text, file = json.dumps(SMALL.as_json()), tmp_path / "report.json"
     code, output, _ = commands.invoke("fuzz", "--configuration", text, "--inject", FAULT, "--json", file)
@@ -220,6 +223,7 @@ def test_the_command_repeats_a_failure(tmp_path):
     assert code == 0 and "1 identical, 0 refused, 0 failed" in output
 
 
+@pytest.mark.if_changed
 def test_the_command_searches(tmp_path):
     """The first configuration that Hypothesis draws is the simplest."""
     code, output, _ = commands.invoke("fuzz", "--configurations", 1, "--database", tmp_path / "found")
@@ -253,6 +257,7 @@ def test_a_search_tries_as_many_as_it_is_told(monkeypatch):
     assert report.tried == len(set(tried)) == 60 and tried.count(tried[0]) > 1
 
 
+@pytest.mark.if_changed
 def test_a_signal_ends_a_search_with_what_was_tried(monkeypatch, capfd):
     tried, evidence = [], Fuzzer.evidence
 

@@ -24,7 +24,7 @@ from tritonrec.harness.verify.tools.exported import exported_parts
 from tritonrec.serving import Predictor, server
 from tritonrec.serving.bounded_lag import BoundedLagAllToAll
 
-pytestmark = pytest.mark.every_case
+pytestmark = [pytest.mark.every_case, pytest.mark.if_changed]
 
 WINDOW = Case("nestpipe", "window", 2, 3, False, "adam", 6)
 BATCH = replace(WINDOW, consistency="batch")

@@ -100,6 +100,7 @@ def result(plan, runs):
     return Result(plan, rows(plan, measured), dict(plan.seconds))
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_losses_are_equal_across_modes_and_rounds(result):
     assert [row.losses for row in result.rows[:2]] == ["identical", "identical"]

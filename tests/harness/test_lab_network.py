@@ -185,6 +185,7 @@ def test_without_root_the_command_runs_again_in_namespaces_of_the_user(monkeypat
     assert command[-6:] == [sys.executable, "-m", "tritonrec", "lab", "--rate", "50"]
 
 
+@pytest.mark.if_changed
 @pytest.mark.skipif(
     not shutil.which("tc") or bool(why_no_user_namespace()),
     reason="needs iproute2, and may make user namespaces",

@@ -45,6 +45,7 @@ with built(Network(2, 100.0, os.getpid())):
 """
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_killed_owner_leaves_nothing(number):
     owner = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE, text=True)

@@ -63,6 +63,7 @@ def test_labels_are_described_too(log):
     assert stream.click_rate == loader.click_rate == 0.4
 
 
+@pytest.mark.if_changed
 def test_the_command_takes_options_and_a_config_file(log, tmp_path):
     words = ["--data", f"csv:{log}", "--batch-size", "8", "--steps", "1", "--print-config"]
     code, output, _error = invoke("train", *words, *OPTIONS)
@@ -76,6 +77,7 @@ def test_the_command_takes_options_and_a_config_file(log, tmp_path):
     assert code != 0 and "has a format of its own" in " ".join(output.split())
 
 
+@pytest.mark.if_changed
 def test_a_log_without_a_header_is_described_by_options(tmp_path):
     rows = [f"{n % 7}::{n % 5 + 1}::{n * 3 % 11}::{n % 2}::0{n % 9 + 1}.05.2024" for n in range(60)]
     (tmp_path / "log.dat").write_text("\n".join(rows) + "\n")
@@ -114,6 +116,7 @@ def test_a_threshold_that_nobody_has_chosen_is_printed(log, capsys, model, strea
     assert "labels:" not in capsys.readouterr().out
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("model, stream", [("grm", True), ("grm", False), ("dlrm", False)])
 def test_ratings_on_a_larger_scale_need_a_threshold(tmp_path, model, stream):
     rows = [f"{n % 9},{n % 30},{1_600_000_000 + n},{n % 10 + 1}" for n in range(200)]

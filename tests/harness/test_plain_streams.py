@@ -151,6 +151,7 @@ TEXT = {"csv_events": "events", "csv_impressions": "impressions"}
 KINDS = ["events", "clicks", "impressions", *TEXT, "kuairand", "tsv_clicks", "plain_clicks", "ali_ccp"]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", slow_except(["events", "tsv_clicks"], KINDS))
 def test_a_run_goes_on_at_another_world_size_with_the_bits_of_the_reference(kind, request, pool, tmp_path):
     job = request.getfixturevalue(kind)
@@ -167,6 +168,7 @@ def content(batch):
     return [*lookups, *(column.tolist() for column in columns)]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", TEXT)
 def test_text_and_parquet_of_one_log_are_one_stream(kind, request):
     text, parquet = request.getfixturevalue(kind), request.getfixturevalue(TEXT[kind])
@@ -189,6 +191,7 @@ def test_text_is_written_as_shards_once(kind, request, tmp_path, capfd):
     assert not isinstance(replace(job, stream=False).loader(), type(first))
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_has_its_own_samples(kind, request):
     job = request.getfixturevalue(kind)

@@ -178,6 +178,7 @@ def test_what_lacks_and_what_would_fit():
     assert "no batch is small enough" in only and "one rank does not fit" in only
 
 
+@pytest.mark.if_changed
 def test_the_most_of_a_phase_is_seen_however_short_and_that_before_is_forgotten():
     for size in (300, 60):
         before = resident_bytes()
@@ -229,6 +230,7 @@ def test_a_trial_has_as_many_steps_as_its_seconds_hold(seconds, steps, last):
     assert run_ranks(2, more) == [range(first, last)] * 2
 
 
+@pytest.mark.if_changed
 def test_the_command(tmp_path):
     config, report = tmp_path / "run.toml", tmp_path / "plan.json"
     config.write_text('steps = 9\n[job]\ndata = "zipf:users=90,items=700,seed=1"\n[job.sizes]\ndim = 8\n')
@@ -271,6 +273,7 @@ def plan_file(tmp_path_factory):
     return folder / "plan.json"
 
 
+@pytest.mark.if_changed
 def test_a_run_is_set_beside_its_plan(plan_file, tmp_path):
     """What rows a run has a plan knows to the row; other outputs are the same run."""
     code, output, _ = commands.invoke(

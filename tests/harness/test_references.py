@@ -51,6 +51,7 @@ def test_a_reference_that_differs_from_itself_is_named_and_kept(verifier, job):
         rmtree(folder)
 
 
+@pytest.mark.if_changed
 def test_a_run_that_differs_from_a_sound_reference_is_to_blame(verifier, monkeypatch):
     lost = next(fault for fault in FAULTS if fault.name == "lost-micro-batch-gradient")
     with monkeypatch.context() as patch:

@@ -75,6 +75,7 @@ def console(tmp_path):
         yield console
 
 
+@pytest.mark.if_changed
 def test_each_run_is_shown_beside_the_text_and_kept_and_the_others_stay(tmp_path, monkeypatch, console):
     """The ranks' loads are new, the lab is not possible, the others' figures are kept."""
     folder, grown = tmp_path / "figures", copy.deepcopy(FIGURES["growth"]["figures"])

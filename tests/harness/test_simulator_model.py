@@ -124,6 +124,7 @@ def test_only_torchrecs_rows_are_fitted(model):
     )
 
 
+@pytest.mark.if_changed
 def test_unseen_steps_are_within_the_aim(model):
     replay = Replay(model)
     unseen = replay.unseen()

@@ -43,6 +43,7 @@ def digest(job):
     return train(Communicators.local(), run, quiet=True)["digest"]
 
 
+@pytest.mark.if_changed
 def test_a_run_goes_on_at_another_world_size(job, digest, pool, tmp_path):
     run = Run(job, "nestpipe", WindowConfig(2), steps=9, checkpoint=str(tmp_path), save_every=4)
     trace = tmp_path / "run.pftrace"

@@ -52,6 +52,7 @@ def train_with_a_slow_caller(communicators, run):
         Trainer.progress = progress
 
 
+@pytest.mark.if_changed
 def test_two_copies_of_the_tables_with_every_switch_give_the_digits_of_the_reference_and_save_one(
     pool, job, reference, tmp_path
 ):
@@ -114,6 +115,7 @@ def test_an_update_cannot_be_resumed_in_its_middle(job, tmp_path):
         train(Communicators.local(), replace(late, changed=("accumulate",)))
 
 
+@pytest.mark.if_changed
 def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
     log = tmp_path / "ratings.csv"
     random = Random(5)

@@ -133,6 +133,7 @@ def test_the_steps_of_one_update_share_its_values(run):
     assert steps[0]["lr"] == steps[1]["lr"] < steps[2]["lr"] and steps[0]["loss"] == steps[1]["loss"]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("model", ["hstu", "grm", "dlrm"])
 def test_the_metrics_that_stop_a_run_are_those_of_its_model(job, model, tmp_path):
     log = tmp_path / "ratings.csv"

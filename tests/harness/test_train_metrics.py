@@ -46,6 +46,7 @@ def test_a_click_model_logs_them_at_any_world_size_and_after_a_restart(run, tmp_
     assert after == {3: alone[3], 6: {name: alone[6][name] for name in KINDS}}  # AUC has not its window yet
 
 
+@pytest.mark.if_changed
 def test_each_task_of_impressions_has_its_own(run, tmp_path):
     log = tmp_path / "log.csv"
     lines = ["user,item,timestamp,rating"]

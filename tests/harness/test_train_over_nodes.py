@@ -28,6 +28,7 @@ def trained(*arguments, code=0):
     return " ".join(found.output.split())
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_nodes_have_the_bits_of_one_step_and_a_line_of_bytes(tmp_path):
     trained("--world-size", "4", "--json", str(tmp_path / "one"))

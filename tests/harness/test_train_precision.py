@@ -28,6 +28,7 @@ def same(one, other):
     return all(one[name] == other[name] for name in ("step", "loss", "metrics", "digest"))
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 @pytest.mark.parametrize("precision", slow_except(["fp16"], WINDOWS))
 def test_ranks_and_a_restart_change_nothing(pool, job, tmp_path, precision):

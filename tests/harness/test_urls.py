@@ -80,6 +80,7 @@ def paths():
                 yield pytest.param(name, [*before, *given, "{}"], id=f"{name} {each.opts[0]}")
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(("command", "words"), list(paths()))
 def test_no_path_of_a_command_loses_the_host_or_a_part_of_a_url(command, words):
     """pathlib makes one slash of two: ``file://nas/x`` would be ``/nas/x``, and ``a//b`` another object."""

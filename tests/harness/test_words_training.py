@@ -18,6 +18,8 @@ from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import WindowConfig, saved_vocabularies
 from tritonrec.serving import Predictor, export
 
+pytestmark = pytest.mark.if_changed
+
 SIZES = HSTUConfig(dim=8, layers=1, heads=2, qk_dim=4, v_dim=4, max_seq_len=6)
 
 

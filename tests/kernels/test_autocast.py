@@ -285,6 +285,7 @@ def test_a_weight_that_changes_is_cast_again():
     assert autocast_dtype(x.device) is None and autocast_dtype(torch.device("meta")) is None
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("name", slow_except(["front"], ["linear", "front", "softmax", "hstu"]))
 def test_it_compiles_as_one_graph(name):
     def run(function):

@@ -268,6 +268,7 @@ assert kernel(7) == 21
 """
 
 
+@pytest.mark.if_changed
 def test_of_processes_that_want_one_kernel_one_compiles_it(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     path = os.pathsep.join([str(tmp_path), *sys.path])

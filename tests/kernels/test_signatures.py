@@ -52,6 +52,7 @@ def first(tmp_path_factory):
     return functools.cache(lambda program: ahead.counted(program, cache=tmp_path_factory.mktemp("cache")))
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("program", slow_except([UNIQUE], COMPILED))
 def test_a_first_call_compiles_no_more_than_it_needs(program, first):
     assert sorted(first(program)["compiled"]) == [f"tritonrec.kernels.{name}" for name in COMPILED[program]]

@@ -127,6 +127,7 @@ def assert_same_bits(*arguments):
     return got
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("changes", [{}, {"relative_bias": True}, {"recompute": ()}, {"layers": 0}], ids=str)
 @pytest.mark.parametrize("exactly", [False, True])
 def test_bits_are_those_of_the_modules(changes, exactly):

@@ -404,6 +404,7 @@ def test_no_samples_and_no_places(name):
             y.sum().backward()
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("name", slow_except(["gru_layers", "prelu_channels", "rms_norm"], MODULES))
 def test_an_export_takes_any_number_of_samples(name, tmp_path):
     """And has the bits of the module, which `save_program` compares."""

@@ -86,6 +86,7 @@ def seeded():
     return nn.SASRec(nn.SASRecConfig(dim=DIM, layers=2, heads=2, max_seq_len=9, dropout=0.3))
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("make", "backend"),
     slow_except([(Plain, "eager"), (seeded, "eager")], product((Plain, seeded), ("eager", "aot_eager"))),
@@ -157,6 +158,7 @@ class Late(Plain):
         return losses * 3 if self.late else losses
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("mode", slow_except(["sequential"], ["reference", "sequential", "nestpipe"]))
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_later_compilation_is_compared_before_the_update(mode, wrong):

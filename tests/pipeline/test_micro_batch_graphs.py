@@ -331,6 +331,7 @@ def test_what_becomes_of_a_model_after_its_trainer_was_made_is_not_left_out(monk
     assert not made.takes(*given, CallerSettings(), 99) and made.replayed == before
 
 
+@pytest.mark.if_changed
 def test_a_graph_s_memory_is_free_before_the_next_one_is_recorded_and_after_a_run(monkeypatch):
     alive, at_record = weakref.WeakSet(), []
 

@@ -159,6 +159,7 @@ def by_key(tables):
     }
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "places",
     [

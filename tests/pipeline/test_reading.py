@@ -130,6 +130,7 @@ def test_a_loader_in_the_place_of_its_batches_is_told_how_to_give_them():
         list(training.run(loader))
 
 
+@pytest.mark.if_changed
 def test_a_stage_that_fails_does_not_wait_for_a_source_that_never_comes():
     never = threading.Event()
 

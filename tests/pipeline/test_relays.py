@@ -177,6 +177,7 @@ def ran(communicators, mode, window, policy=None, late=None):
         return state(made), losses, training.counts
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("policy", [None, POLICY], ids=["plain", "policy"])
 @pytest.mark.parametrize("window", slow_except(WINDOWS[3:6:2], WINDOWS), ids=str)
 @pytest.mark.parametrize("mode", slow_except(["nestpipe"], ["sequential", "fwp", "dbp", "nestpipe"]))
@@ -193,6 +194,7 @@ def test_two_steps_have_the_bits_of_one(mode, window, policy):
                 assert counts.key_bytes == plain.key_bytes and counts.rows == plain.rows
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("late", ["communication", "routing", "compute"])
 def test_on_an_accelerator_whose_lanes_run_late_nothing_is_used_before_it_is_there(late):
     window = {"first_use": True, "skip_fetch": True}
@@ -226,6 +228,7 @@ def groups_of(communicators):
     return [torch.cat(each.all_gather(mine)).tolist() for each in lanes]
 
 
+@pytest.mark.if_changed
 def test_nodes_and_rails_are_those_of_the_source(pool):
     found = pool.run(groups_of, 4, nodes=2)
     assert found[1] == [[0, 1], [0, 1], [1, 3], [1, 3]]
@@ -233,6 +236,7 @@ def test_nodes_and_rails_are_those_of_the_source(pool):
     assert pool.run(groups_of, 2)[1] == [[1]] * 4
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 def test_processes_have_the_bits_of_threads(pool):
     window = {"first_use": True, "exchange_sums": "packed"}

@@ -290,6 +290,7 @@ def message_of_rates(communicators, mode, of_rows, update):
     return done, ""
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("mode", ["nestpipe", "fwp"])
 @pytest.mark.parametrize(
     "of_rows, update", slow_except([(False, 3), (True, 3)], [*product((False, True), (3, 6))])
@@ -323,6 +324,7 @@ def other_rate_in_flight(communicators):
         return str(error)
 
 
+@pytest.mark.if_changed
 def test_a_rate_that_one_rank_changes_in_flight_is_named_on_the_others():
     with RankPool([(2, 1)], timedelta(seconds=6)) as pool:
         refused = "lr of group 0 of Adam was changed from 0.05 to 0.04 while steps"

@@ -117,6 +117,7 @@ def compare(pool, ranks, names):
         assert all(not differing(each[place], want) for each in found), name
 
 
+@pytest.mark.if_changed
 def test_two_ranks_have_the_bits_of_the_whole_model(pool):
     compare(pool, 2, QUICK)
 

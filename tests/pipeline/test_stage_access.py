@@ -54,6 +54,7 @@ def local():
     return {f"{mode} {window}": recorded(mode, window) for mode, window in CASES}
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(("mode", "window"), CASES)
 def test_a_run_with_recorders_has_the_same_bits(local, mode, window):
     consistency = window.get("consistency", "batch")

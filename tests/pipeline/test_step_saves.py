@@ -106,6 +106,7 @@ def files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.if_changed
 @pytest.mark.multi_rank
 @pytest.mark.parametrize(
     "mode, world, policy, full_every",

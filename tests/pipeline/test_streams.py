@@ -55,6 +55,7 @@ def test_each_piece_waits_for_the_events_of_the_lanes_it_depends_on(mode):
     assert Counter(accelerator.log) == expected
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("stage", "edge", "slow"),
     [

@@ -70,6 +70,7 @@ def _words(victims: dict[int, str]) -> list[tuple[str, str]]:
     return [(str(rank), place) for rank, place in victims.items()]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     "case, calls",
     slow_except(

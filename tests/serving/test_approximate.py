@@ -42,6 +42,7 @@ class Index:
         return None, torch.tensor(rows).numpy()
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("exclude", ["history", None])
 def test_found_items_have_exact_scores_in_exact_order(exact, index, exclude):
@@ -57,6 +58,7 @@ def test_found_items_have_exact_scores_in_exact_order(exact, index, exclude):
         assert exclude is None or not {*history} & {*ids[user].tolist()}
 
 
+@pytest.mark.if_changed
 def test_a_user_to_whom_too_little_is_proposed_is_searched_exactly(exact):
     found = ApproximatePredictor(exact, "hnsw")
     users = [exact.item_ids[[1, 2]].tolist(), exact.item_ids[[3]].tolist()]

@@ -152,6 +152,7 @@ class Served:
             assert torch.equal(got, want)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("memory", [pytest.param(TWO_PAGES, marks=pytest.mark.slow), "1MiB"])
 def test_events_one_by_one_past_the_longest_history(made, kind, memory):
@@ -226,6 +227,7 @@ def test_a_cache_of_another_version_is_never_used(made, kind):
     assert served.cached.stats().computed == computed + 40
 
 
+@pytest.mark.if_changed
 def test_only_new_events_are_computed_and_only_the_last_one_again_with_times(made):
     for timed in (False, True):
         served = Served(made(timed), "1MiB")
@@ -518,6 +520,7 @@ def test_a_history_remembers_that_it_was_cut_and_what_came_without_times(parts):
     assert own.timed == all(timed for _, timed in parts)
 
 
+@pytest.mark.if_changed
 def test_words_and_exports_that_take_more(tmp_path):
     path, model = day(tmp_path / "a", {"user": Vocabulary(), "item": Vocabulary()}, 4)
     longer, long = day(tmp_path / "b", {"user": Vocabulary(), "item": Vocabulary(["B7"])}, 6)

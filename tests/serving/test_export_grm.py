@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("name", slow_except(["genres"], CASES))
 def test_a_predictor_gives_the_probabilities_of_the_trainer(tmp_path, name):
     source, genres = loader(), CASES[name].get("genres", False)
@@ -75,6 +76,7 @@ def test_a_predictor_gives_the_probabilities_of_the_trainer(tmp_path, name):
         assert torch.equal(predictor.predict(batch), want) and want.shape == batch.labels.shape
 
 
+@pytest.mark.if_changed
 def test_bad_batches_are_named(tmp_path):
     source = loader()
     trained = trained_on(tmp_path / "c", source)

@@ -59,6 +59,7 @@ def set_to(value, *path):
     return change
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

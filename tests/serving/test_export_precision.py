@@ -31,6 +31,7 @@ def trained(folder, model, names, batches, precision):
 EVERY = [(name, precision) for name in MODELS for precision in ("bf16", "fp16")]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(("name", "precision"), slow_except([("biased", "bf16")], EVERY))
 def test_next_item_scores_have_the_bits_of_the_evaluation(tmp_path, name, precision):
     torch.manual_seed(1)

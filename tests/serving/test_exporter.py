@@ -178,6 +178,7 @@ class Pair(torch.nn.Module):
         return (self.model.norm(left) * right).sum(1)
 
 
+@pytest.mark.if_changed
 def test_a_scorer_of_ones_own_is_exported_with_the_values_of_the_checkpoint(trained, tmp_path):
     fresh = MODELS["hstu"]()
     examples = [(torch.randn(size, DIM), torch.randn(size, DIM)) for size in (3, 1, 20)]
@@ -201,6 +202,7 @@ def test_a_scorer_that_returns_no_tensor_is_one_error(trained, tmp_path, kind):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.bool])
 def test_scores_of_any_dtype_are_compared_in_their_bits(trained, tmp_path, dtype):
     class Others(Pair):

@@ -69,6 +69,7 @@ def test_a_row_that_8_bits_do_not_hold_is_named(wrong):
         encoded(weights)
 
 
+@pytest.mark.if_changed
 def test_a_table_reads_alike_by_id_and_whole_in_a_quarter_of_the_memory(exported):
     table, exact = (Predictor.load(exported / each).tables["item"] for each in ("int8", "float32"))
     assert torch.equal(table.ids, exact.ids) and table.weights.dtype == torch.uint8
@@ -136,6 +137,7 @@ def test_a_table_made_by_hand_has_float32_rows():
     )
 
 
+@pytest.mark.if_changed
 def test_the_command_prints_what_rounding_costs_or_why_it_does_not(tmp_path, monkeypatch):
     log, run = tmp_path / "log.csv", tmp_path / "run"
     draw = random.Random(3)

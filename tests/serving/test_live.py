@@ -106,6 +106,7 @@ def test_a_snapshot_without_its_document_is_none_yet(copied):
     assert_has(Follower.open(folder).predictor, states[7])
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("mode", ["sequential", "nestpipe"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_replica_and_export_score_alike(tmp_path, mode, precision):

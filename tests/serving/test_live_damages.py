@@ -86,6 +86,7 @@ def damaged(header, tensors):
     yield "one more", header, {**tensors, "more": torch.ones(2, dtype=torch.float32)}
 
 
+@pytest.mark.if_changed
 def test_no_part_of_a_delta_can_be_another_one(followed, tmp_path):
     folder, states = shutil.copytree(followed[0], tmp_path / "sink"), followed[1]
     last = folder / f"delta-{4:012d}.00000"

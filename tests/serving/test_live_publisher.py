@@ -60,6 +60,7 @@ from tritonrec.serving.live.snapshot import name_of_part
 from tritonrec.serving.live.wire import pack, unpack
 
 
+@pytest.mark.if_changed
 def test_a_trainer_that_starts_again_begins_an_epoch_and_warns_where_it_is_elsewhere(tmp_path):
     first = Training()
     with opened(first, tmp_path / "sink") as publisher:
@@ -124,6 +125,7 @@ def test_another_state_at_the_published_step_is_a_new_epoch(tmp_path):
     other.close()
 
 
+@pytest.mark.if_changed
 def test_words_are_published_as_they_come(tmp_path):
     training = Training()
     words = training.trainer.vocabularies["item"] = Vocabulary(["a", "", "ü"])
@@ -167,6 +169,7 @@ def test_words_are_published_as_they_come(tmp_path):
     training.close()
 
 
+@pytest.mark.if_changed
 def test_training_by_command_publishes_and_dlrm_is_followed(tmp_path):
     job = Job("criteo:samples=400,scale=0.0001,seed=3", model="dlrm", batch_size=9, merge=True)
     place, saved = str(tmp_path / "sink"), str(tmp_path / "saved")
@@ -208,6 +211,7 @@ def test_two_publishers_of_one_trainer_have_all_changes_each(tmp_path):
     training.close()
 
 
+@pytest.mark.if_changed
 def test_programs_are_written_and_read_by_several_threads(tmp_path):
     """What torch saves and loads by is the whole process's."""
     training, start = Training(), Barrier(3)
@@ -229,6 +233,7 @@ def test_programs_are_written_and_read_by_several_threads(tmp_path):
     training.close()
 
 
+@pytest.mark.if_changed
 def test_a_snapshot_that_is_pruned_while_it_is_loaded(tmp_path, monkeypatch):
     training, load, overtaken = Training("sequential"), Predictor.load, []
 
@@ -363,6 +368,7 @@ def test_no_delta_is_written_behind_one_that_is_missing(tmp_path):
     training.close()
 
 
+@pytest.mark.if_changed
 def test_ranks_publish_their_own_parts(pool, tmp_path):
     assert all(pool.run(_two_ranks, 2, str(tmp_path)))
 
@@ -513,6 +519,7 @@ def redis_server(request, tmp_path, monkeypatch):
     stop()
 
 
+@pytest.mark.if_changed
 def test_redis_is_killed_and_started_again(redis_server):
     url, stop, start = redis_server
     training = Training()

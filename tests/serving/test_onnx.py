@@ -24,6 +24,7 @@ def exported(tmp_path_factory):
     return folder / "out"
 
 
+@pytest.mark.if_changed
 def test_onnxruntime_gives_the_probabilities_of_the_predictor(exported, tmp_path):
     error = to_onnx(exported, tmp_path / "dense.onnx")
     assert 0 <= error <= LARGEST_ERROR
@@ -37,6 +38,7 @@ def test_onnxruntime_gives_the_probabilities_of_the_predictor(exported, tmp_path
         torch.testing.assert_close(found, predictor.predict(batch), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.if_changed
 def test_a_graph_that_computes_something_else_is_not_written(exported, tmp_path, monkeypatch):
     linear = module._linear
     monkeypatch.setattr(module, "_linear", lambda x, weight, bias, *rest: linear(x, weight, None))

@@ -46,6 +46,7 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("count", [1, 4, 11])
 def test_the_best_items_of_each_row(models, tmp_path, count):
     full, rows = models[1][0], histories(count)
@@ -211,6 +212,7 @@ def test_a_source_that_changes_meanwhile_and_damaged_parts_are_named(models, tmp
     assert score_file(source, out, models[1][0], SMALL) == 9 and not parts.exists()
 
 
+@pytest.mark.if_changed
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("rows", "columns", "options", "says"),

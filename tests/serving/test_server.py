@@ -99,6 +99,7 @@ def check(answer, want, step):
     assert torch.equal(float32(answer["scores"]), want["scores"])
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(("batch", "latency"), [(1, 0.0), (7, 5.0), (64, 20.0)])
 def test_answers_under_load_have_the_bits_of_a_predictor(made, batch, latency):
     full, requests = made.full[made.ids[0]], [*asked(batch, 60)]
@@ -115,6 +116,7 @@ def test_answers_under_load_have_the_bits_of_a_predictor(made, batch, latency):
     assert max(sizes) <= max(batch, 3) and (batch == 1 or max(sizes) > 3)
 
 
+@pytest.mark.if_changed
 def test_words_come_back_as_words(made):
     full = made.full[made.words[0]]
     known = full.vocabularies["item"].words.to_pylist()
@@ -220,6 +222,7 @@ def test_a_batch_that_fails_is_computed_one_by_one(made, monkeypatch):
     assert isinstance(answers[2], ZeroDivisionError)
 
 
+@pytest.mark.if_changed
 def test_clicks(made):
     full = made.full[made.clicks]
     batches = [made.loader.batch(n) for n in range(1, 6)]

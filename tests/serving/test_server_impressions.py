@@ -59,6 +59,7 @@ def float32(answers):
     return torch.tensor([shown for sample in answers for shown in sample], dtype=torch.float32)
 
 
+@pytest.mark.if_changed
 def test_answers_have_the_bits_of_the_predictor_whatever_is_asked_beside(served):
     predictor, _, batches = served
     bodies = [{"samples": samples_of(batch)} for batch in batches]
@@ -71,6 +72,7 @@ def test_answers_have_the_bits_of_the_predictor_whatever_is_asked_beside(served)
     assert [sample for each in answers[3:] for sample in each["probabilities"]] == answers[0]["probabilities"]
 
 
+@pytest.mark.if_changed
 def test_words_are_items(served):
     predictor, _, batches = served
     words = {"item": Vocabulary(f"film {n}" for n in range(40))}

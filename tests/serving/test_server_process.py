@@ -57,6 +57,7 @@ def sent(port, data):
     return b"".join(parts)
 
 
+@pytest.mark.if_changed
 def test_slow_and_many_clients_are_let_go_and_others_are_answered(paths):
     config = ServerConfig(timeout=2.0, max_connections=5)
     begun = [b"", b"POST /ret", HEAD, HEAD + b"content-length: 100\r\n\r\n{"]
@@ -84,6 +85,7 @@ def test_slow_and_many_clients_are_let_go_and_others_are_answered(paths):
         )
 
 
+@pytest.mark.if_changed
 def test_signals(paths, tmp_path):
     """SIGHUP serves another version, or the old one where it fails; SIGTERM answers what is there first."""
     link = tmp_path / "current"

@@ -46,6 +46,7 @@ def drawn(loader, samples, seed=0):
     return dense, {name: torch.where(unknown, ids.flip(0) + 10**9, ids) for name, ids in known.items()}
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("samples", [0, 1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
 def test_probabilities_have_the_bits_of_one_process(exported, ranks, samples):
     dense, ids = drawn(exported[1], samples, samples)
@@ -55,6 +56,7 @@ def test_probabilities_have_the_bits_of_one_process(exported, ranks, samples):
         assert torch.equal(got, Predictor.load(exported[0]).predict(dense, ids))
 
 
+@pytest.mark.if_changed
 def test_a_wrong_call_is_refused_and_the_ranks_go_on(exported, ranks):
     dense, ids = drawn(exported[1], 3)
     name = next(iter(ids))
@@ -81,6 +83,7 @@ def late(rank):
     spread.Predictor.load = slow
 
 
+@pytest.mark.if_changed
 def test_ranks_load_at_their_own_speed_and_one_that_stops_is_named(exported, monkeypatch):
     pool = spread.RankPool
     monkeypatch.setattr(spread, "RankPool", lambda ranks: pool(ranks, enter=late))
@@ -99,6 +102,7 @@ def test_ranks_load_at_their_own_speed_and_one_that_stops_is_named(exported, mon
         made.predict(dense, ids)
 
 
+@pytest.mark.if_changed
 def test_a_rank_that_ends_and_a_predictor_that_was_closed_are_named(exported):
     made = SpreadPredictor(exported[0], 2)
     dense, ids = drawn(exported[1], 4)
@@ -159,6 +163,7 @@ def test_what_cannot_be_spread_is_refused_before_a_process_starts(exported, monk
         SpreadPredictor(exported[0], 2)
 
 
+@pytest.mark.if_changed
 def test_a_rank_that_cannot_load_its_tables_is_named(tmp_path):
     path, _ = export_dlrm(tmp_path)
     shard = next(path.glob("*.parquet"))
@@ -167,6 +172,7 @@ def test_a_rank_that_cannot_load_its_tables_is_named(tmp_path):
         SpreadPredictor(path, 2)
 
 
+@pytest.mark.if_changed
 def test_a_server_names_a_dead_rank_and_starts_ranks_anew(exported, tmp_path):
     """SIGHUP loads the tables again; SIGTERM ends all processes."""
     path, loader = exported

@@ -45,6 +45,7 @@ def drawn(users, seed=0, least=0, most=90):
     return [torch.randint(least, most, (1 + user % LONGEST,), generator=draw) for user in range(users)]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("users", [1, 2, 70])
 def test_scores_and_searches_have_the_bits_of_one_process(hstu, spread, users):
     full, histories = Predictor.load(hstu[1]), drawn(users, users, -5)
@@ -58,6 +59,7 @@ def test_scores_and_searches_have_the_bits_of_one_process(hstu, spread, users):
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
+@pytest.mark.if_changed
 def test_of_equal_scores_the_smaller_id_comes_first(hstu, spread):
     """Whatever rank has it: all rows of the model's items are scored alike by a vector of zeros."""
     nothing, none = torch.zeros(1, 16, dtype=torch.float32), torch.zeros(0, dtype=torch.int64)
@@ -90,6 +92,7 @@ def test_what_is_wrong_is_refused_and_the_ranks_go_on(hstu, spread):
     assert torch.equal(spread.encode([[1, 2]]), full.encode([[1, 2]])) and spread.failure == ""
 
 
+@pytest.mark.if_changed
 def test_rows_in_8_bits_and_a_damaged_file(hstu, tmp_path):
     path = hstu[0].parent / "run"
     export(path, tmp_path / "int8", HSTU(SIZES), weights="int8")
@@ -113,6 +116,7 @@ def test_keys_and_values_are_cached_over_ranks(hstu, spread):
     assert cached.stats().reused == 5
 
 
+@pytest.mark.if_changed
 def test_clicks_judge_alike_row_by_row(tmp_path):
     """As of a DLRM that is followed."""
     path, loader = export_dlrm(tmp_path)
@@ -123,6 +127,7 @@ def test_clicks_judge_alike_row_by_row(tmp_path):
         made.close()
 
 
+@pytest.mark.if_changed
 def test_a_grm_judges_alike(tmp_path):
     shown = ImpressionLoader(
         load("zipf:users=60,items=80,ratings=1,seed=3"), 16, max_history=6, max_exposed=4, seed=0
@@ -156,6 +161,7 @@ def assert_alike(got, want):
         assert torch.equal(one, other)
 
 
+@pytest.mark.if_changed
 def test_ranks_follow_a_trainer_and_a_reader_sees_one_step_whole(tmp_path):
     """Rows are evicted meanwhile, and a version that somebody still reads answers as it was."""
     training, url = Training(), str(tmp_path / "live")
@@ -222,6 +228,7 @@ def test_a_rank_that_has_not_reached_a_publication_looks_for_it_again(monkeypatc
     assert found == [(4, {"item": 3}), (5, {"item": 3}), (5, {"item": 3})] and not came
 
 
+@pytest.mark.if_changed
 def test_a_damaged_delta_is_named_and_a_dead_rank_comes_back(tmp_path):
     training, place = Training(), tmp_path / "live"
     publisher = opened(training, str(place))
@@ -256,6 +263,7 @@ def test_a_damaged_delta_is_named_and_a_dead_rank_comes_back(tmp_path):
         training.close()
 
 
+@pytest.mark.if_changed
 def test_a_server_follows_with_ranks(tmp_path):
     training, url = Training(), str(tmp_path / "live")
     publisher = opened(training, url)

@@ -85,6 +85,7 @@ def test_what_is_dropped_depends_neither_on_mode_nor_on_world_size(pool, alone):
     assert 0 < two[0]["snapshots"]["bytes_of_largest_rank"] < alone["snapshots"]["bytes_of_largest_rank"]
 
 
+@pytest.mark.if_changed
 def test_threshold_0_is_exact_in_every_bit():
     plan = SlipstreamRun(replace(CONFIG, threshold=0.0), (0.5,))
     policy = TablePolicy(Eviction("lru", capacity=12), admission=2)

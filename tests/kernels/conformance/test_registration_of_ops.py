@@ -31,6 +31,7 @@ def checked_by_torch(op, *utilities):
     torch.library.opcheck(OPS[op].registered.default, (*given.values(), "cpu"), test_utils=utilities)
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("op", OPS)
 def test_registration(op):
     fakes = ["test_faketensor"] if op in BY_VALUE else []  # of the others the next test but one has all sizes
@@ -97,6 +98,7 @@ def of_floats(op, size, impl="cpu"):
     return given if given.get("consistency", "window") == "window" else None
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_gradients_agree(op, impl):
