@@ -15,7 +15,7 @@ Dimensions: F keys, B samples, n values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -127,15 +127,23 @@ class KeyedJaggedTensor(Movable):
         the ids of their feature, and where some features have weights and others have none.
         """
         samples = {name: _samples_of(name, each) for name, each in features.items()}
-        if len(set(samples.values())) != 1:
+        bags = {name: each for name, each in features.items() if each.offsets is not None}
+        alike = len(set(samples.values())) == 1
+        # One check of all features; where it fails, one of each says what is wrong.
+        together = torch.stack([each.offsets for each in bags.values()]) if alike and bags else None
+        if together is None or not (together.is_meta or _rise(together, bags.values())):
+            for name, each in bags.items():
+                if not each.offsets.is_meta:
+                    check_offsets(each.offsets, len(each.ids), f"offsets of {name!r}", "ids")
+        if not alike:
             raise ValueError(
                 f"all features need the same samples, got {_listed(samples) or 'none'}: give each of them as "
                 "many ids or bags, empty ones where a sample has none"
             )
-        lengths = [
-            torch.ones_like(each.ids) if each.offsets is None else each.offsets.diff()
-            for each in features.values()
-        ]
+        of_bags = iter(() if together is None else together.diff().unbind())
+        ids = next(iter(features.values())).ids
+        one_each = torch.ones(next(iter(samples.values())), dtype=torch.int64, device=ids.device)
+        lengths = [one_each if each.offsets is None else next(of_bags) for each in features.values()]
         values = torch.cat([each.ids for each in features.values()])
         weights = [each.weights for each in features.values() if isinstance(each, WeightedLookup)]
         if weights and len(weights) < len(features):
@@ -390,11 +398,16 @@ def _samples_of(name: str, feature: Lookup | WeightedLookup) -> int:
             f"weights of feature {name!r} must be {tuple(ids.shape)}, one for each id, got "
             f"{tuple(feature.weights.shape)}"
         )
-    if offsets is None:
-        return len(ids)
-    if not offsets.is_meta:
-        check_offsets(offsets, len(ids), f"offsets of {name!r}", "ids")
-    return len(offsets) - 1
+    return len(ids) if offsets is None else len(offsets) - 1
+
+
+def _rise(offsets: Tensor, bags: Iterable[Lookup | WeightedLookup]) -> bool:
+    """Whether each row of `offsets` (F, B + 1) rises from 0 to the number of ids of its feature."""
+    if not offsets.shape[1]:
+        return False
+    ends = torch.tensor([len(each.ids) for each in bags], dtype=torch.int64, device=offsets.device)
+    wrong = (offsets[:, 1:] < offsets[:, :-1]).any(1) | (offsets[:, 0] != 0) | (offsets[:, -1] != ends)
+    return not bool(wrong.any())
 
 
 def _listed(samples: Mapping[str, int]) -> str:
