@@ -332,7 +332,9 @@ class HashTableCollection:
             table, layout = group.table, group.layout
             erased: dict[str, torch.Tensor] = {}
             if at_once(table):
-                state, erased = (table.state(optimizer), erased) if reader is None else table.take_changes(reader)
+                state, erased = (
+                    (table.state(optimizer), erased) if reader is None else table.take_changes(reader)
+                )
             else:
                 if reader is None:
                     rows, keys, handles, state = table.snapshot(settled)
