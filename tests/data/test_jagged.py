@@ -218,6 +218,8 @@ def test_each_features_bags_and_weights_fit_its_ids_whatever_the_total():
         bags = {"a": Lookup(one, tensor([0, 0, 1])), "c": Lookup(two), "b": Lookup(two, tensor(wrong))}
         with pytest.raises(ValueError, match=f"offsets of {message}"):
             KeyedJaggedTensor.from_dict(bags)
+    with pytest.raises(ValueError, match="offsets of 'a' must have one entry more"):
+        KeyedJaggedTensor.from_dict({"a": Lookup(one, tensor([]))})
     offsets, weights = (tensor([0, 1]), tensor([0, 2])), (torch.ones(2), torch.ones(1))
     with pytest.raises(ValueError, match=r"weights of feature 'a' must be \(1,\).* got \(2,\)"):
         KeyedJaggedTensor.from_dict(

@@ -10,10 +10,9 @@ import pyarrow.dataset as pa_dataset
 import pyarrow.parquet as pq
 import pytest
 
-from tritonrec.data import LogFormat, load
+from tritonrec.data import LogFormat, load, text_tables
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import with_query
-from tritonrec.data.text_tables import ahead
 
 STEP = LogFormat(time_unit="step")
 
@@ -141,13 +140,16 @@ def test_folders_of_other_names_are_folders(tmp_path):
 
 
 @pytest.mark.parametrize("count", range(5))
-def test_one_item_needs_no_thread_ahead_and_none_is_lost(count):
-    made_on = []
+def test_one_item_needs_no_thread_ahead_and_none_is_lost(count, monkeypatch):
+    made_on, pools = [], []
+    executor = text_tables.ThreadPoolExecutor
+    monkeypatch.setattr(text_tables, "ThreadPoolExecutor", lambda size: pools.append(size) or executor(size))
 
     def items():
         for number in range(count):
             made_on.append(threading.get_ident())
             yield number
 
-    assert list(ahead(items())) == list(range(count))
+    assert list(text_tables.ahead(items())) == list(range(count))
     assert set(made_on[:2]) <= {threading.get_ident()} and len(set(made_on[2:])) == (count > 2)
+    assert len(pools) == (count > 1)
