@@ -15,7 +15,7 @@ Dimensions: F keys, B samples, n values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -127,14 +127,15 @@ class KeyedJaggedTensor(Movable):
         the ids of their feature, and where some features have weights and others have none.
         """
         samples = {name: _samples_of(name, each) for name, each in features.items()}
-        bags = {name: each for name, each in features.items() if each.offsets is not None}
+        bags = {name: each.offsets for name, each in features.items() if each.offsets is not None}
+        totals = [len(features[name].ids) for name in bags]
         alike = len(set(samples.values())) == 1
         # One check of all features; where it fails, one of each says what is wrong.
-        together = torch.stack([each.offsets for each in bags.values()]) if alike and bags else None
-        if together is None or not (together.is_meta or _rise(together, bags.values())):
-            for name, each in bags.items():
-                if not each.offsets.is_meta:
-                    check_offsets(each.offsets, len(each.ids), f"offsets of {name!r}", "ids")
+        together = torch.stack(list(bags.values())) if alike and bags else None
+        if together is None or not (together.is_meta or _rise(together, totals)):
+            for (name, offsets), total in zip(bags.items(), totals, strict=True):
+                if not offsets.is_meta:
+                    check_offsets(offsets, total, f"offsets of {name!r}", "ids")
         if not alike:
             raise ValueError(
                 f"all features need the same samples, got {_listed(samples) or 'none'}: give each of them as "
@@ -401,11 +402,11 @@ def _samples_of(name: str, feature: Lookup | WeightedLookup) -> int:
     return len(ids) if offsets is None else len(offsets) - 1
 
 
-def _rise(offsets: Tensor, bags: Iterable[Lookup | WeightedLookup]) -> bool:
-    """Whether each row of `offsets` (F, B + 1) rises from 0 to the number of ids of its feature."""
+def _rise(offsets: Tensor, totals: Sequence[int]) -> bool:
+    """Whether row f of `offsets` (F, B + 1) rises from 0 to ``totals[f]``, for all of them."""
     if not offsets.shape[1]:
         return False
-    ends = torch.tensor([len(each.ids) for each in bags], dtype=torch.int64, device=offsets.device)
+    ends = torch.tensor(totals, dtype=torch.int64, device=offsets.device)
     wrong = (offsets[:, 1:] < offsets[:, :-1]).any(1) | (offsets[:, 0] != 0) | (offsets[:, -1] != ends)
     return not bool(wrong.any())
 
