@@ -61,6 +61,7 @@ def main() -> None:
     rows = {
         "tables": {
             "one table of as many ids": ([108], 64 * 200, 10_000),
+            "one table of as many rows": ([108], 64 * 200, 2_000_000),
             "200 tables of one dimension": ([108] * 200, 64, 10_000),
             "200 tables of 200 dimensions": ([8 + number for number in range(200)], 64, 10_000),
         },

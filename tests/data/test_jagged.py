@@ -190,10 +190,36 @@ def test_every_feature_has_the_same_samples_whatever_the_total():
         KeyedJaggedTensor.from_dict({})
 
 
+def test_features_with_and_without_bags_stand_together_in_their_order():
+    bags = {
+        "a": Lookup(tensor([5, 6])),
+        "b": Lookup(tensor([7, 8, 9]), tensor([0, 0, 3])),
+        "c": Lookup(tensor([4, -1])),
+        "d": Lookup(tensor([3]), tensor([0, 1, 1])),
+    }
+    expected = [[[5], [6]], [[], [7, 8, 9]], [[4], [-1]], [[3], []]]
+    assert plain(KeyedJaggedTensor.from_dict(bags)) == expected
+    none = tensor([])
+    empty = KeyedJaggedTensor.from_dict({"a": Lookup(none), "b": Lookup(none, tensor([0]))})
+    assert empty.keys == ("a", "b") and empty.offsets.tolist() == [0]
+
+
 def test_each_features_bags_and_weights_fit_its_ids_whatever_the_total():
     one, two = tensor([1]), tensor([2, 3])
     with pytest.raises(ValueError, match="offsets of 'a' must end at the number of ids"):
         KeyedJaggedTensor.from_dict({"a": Lookup(one, tensor([0, 2])), "b": Lookup(two, tensor([0, 1]))})
+    for wrong, message in (
+        ([], "'b' must have one entry more"),
+        ([1, 1, 2], "'b' must start at 0"),
+        ([0, 3, 2], "'b' must not decrease"),
+        ([0, 1, 1], "'b' must end at"),
+        ([0, INT64_MAX, 2], "'b' must not decrease"),
+    ):
+        bags = {"a": Lookup(one, tensor([0, 0, 1])), "c": Lookup(two), "b": Lookup(two, tensor(wrong))}
+        with pytest.raises(ValueError, match=f"offsets of {message}"):
+            KeyedJaggedTensor.from_dict(bags)
+    with pytest.raises(ValueError, match="offsets of 'a' must have one entry more"):
+        KeyedJaggedTensor.from_dict({"a": Lookup(one, tensor([]))})
     offsets, weights = (tensor([0, 1]), tensor([0, 2])), (torch.ones(2), torch.ones(1))
     with pytest.raises(ValueError, match=r"weights of feature 'a' must be \(1,\).* got \(2,\)"):
         KeyedJaggedTensor.from_dict(

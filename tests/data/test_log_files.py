@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import threading
 
 import fsspec
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pyarrow.dataset as pa_dataset
 import pyarrow.parquet as pq
 import pytest
 
-from tritonrec.data import LogFormat, load
+from tritonrec.data import LogFormat, load, text_tables
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import with_query
 
@@ -136,3 +137,19 @@ def test_folders_of_other_names_are_folders(tmp_path):
     assert load(tmp_path / "date=2024-05-01", STEP).rating is None
     assert len(load(tmp_path, LogFormat(time_unit="step", rating="none"))) == 2
     assert load(f"{tmp_path}/rating=1/*.parquet", STEP).rating is None
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_one_item_needs_no_thread_ahead_and_none_is_lost(count, monkeypatch):
+    made_on, pools = [], []
+    executor = text_tables.ThreadPoolExecutor
+    monkeypatch.setattr(text_tables, "ThreadPoolExecutor", lambda size: pools.append(size) or executor(size))
+
+    def items():
+        for number in range(count):
+            made_on.append(threading.get_ident())
+            yield number
+
+    assert list(text_tables.ahead(items())) == list(range(count))
+    assert set(made_on[:2]) <= {threading.get_ident()} and len(set(made_on[2:])) == (count > 2)
+    assert len(pools) == (count > 1)

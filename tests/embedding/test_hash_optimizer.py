@@ -127,6 +127,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_an_error(factor):
     assert torch.equal(rows(model), before) and optimizer.updates == 0
 
 
+@pytest.mark.parametrize("consistency", ["batch", "window"])
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 1e20, -1e20])
+def test_one_value_of_a_gradient_is_enough(wrong, consistency):
+    model = HashEmbedding(4, RowOptimizer("sgd", lr=0.1), consistency=consistency)
+    optimizer, ids, cotangent = HashOptimizer(model), torch.arange(5), torch.ones(5, 4)
+    cotangent[3, 1] = wrong
+    model(ids).backward(cotangent)
+    if abs(wrong) == 1e20 and consistency == "window":
+        return optimizer.step()  # no fixed point: it is a number as others
+    with pytest.raises(FloatingPointError, match="a gradient of table embedding is not finite"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("largest", [1e-3, 0.7, 1e6])
 def test_torchs_clipping_and_ours_scale_rows_with_parameters(largest):
     (model, optimizer), (other, exact) = made("sgd", lr=1.0), made("sgd", lr=1.0)

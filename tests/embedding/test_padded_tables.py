@@ -6,7 +6,7 @@ import torch
 
 from tritonrec.data import Batch, KeyedJaggedTensor
 from tritonrec.data.jagged import WeightedLookup
-from tritonrec.distributed import Communicators
+from tritonrec.distributed import Communicators, CorruptionError
 from tritonrec.embedding import (
     DynamicTable,
     Eviction,
@@ -50,14 +50,16 @@ def clicks(steps=5, size=12):
         yield Batch(step, samples, sparse)
 
 
-def collection(rule, merge=True, **options):
+def collection(rule, merge=True, placement=None, **options):
     features = [
         FeatureConfig(
             name, dim, pooling=POOLED.get(name, "none"), scale=0.3 if name == "c" else None, **options
         )
         for name, dim in DIMS.items()
     ]
-    return HashTableCollection(features, rule, merge=merge, seed=5, slots=16, chunk_rows=16)
+    return HashTableCollection(
+        features, rule, merge=merge, seed=5, slots=16, chunk_rows=16, placement=placement or Placement()
+    )
 
 
 def trained(tables, mode="nestpipe", save=None, steps=5):
@@ -229,3 +231,30 @@ def test_averages_and_changes(tmp_path):
     same(changes[0], expected[0])
     with pytest.raises(ValueError, match="table a is merged with b:"):
         tables.requires_grad_(True, "a")
+
+
+@pytest.mark.parametrize("path", [False, True])
+@pytest.mark.parametrize("merge", [True, False])
+def test_weights_are_read_apart_from_the_optimizers_states(merge, path, tmp_path, monkeypatch):
+    monkeypatch.setattr("tritonrec.embedding.table.PIECE", 7)
+    placement = Placement("disk", path=str(tmp_path)) if path else Placement()
+    tables = collection(RowOptimizer("adam"), merge, placement=placement)
+    for name in DIMS:
+        ids, width = torch.randperm(90)[:30], tables.state()[name]["rows"].shape[1]
+        tables.load(name, ids, torch.randn(30, width))
+    whole, weights = tables.state(), tables.state(optimizer=False)
+    assert whole.keys() == weights.keys()
+    for name, dim in DIMS.items():
+        assert torch.equal(weights[name]["keys"], whole[name]["keys"])
+        assert same_bits(weights[name]["rows"], whole[name]["rows"][:, :dim].contiguous())
+
+
+def test_a_row_that_flipped_is_named_where_weights_are_read_apart(monkeypatch):
+    monkeypatch.setattr("tritonrec.embedding.table.PIECE", 7)
+    table = DynamicTable(4, 12, slots=16, chunk_rows=16)
+    table.load(torch.arange(40), torch.rand(40, 12))
+    table.keep_checksums(0)
+    table.state(optimizer=False)
+    table._rows._storage.update(table.find(torch.tensor([31])), torch.rand(1, 12))  # behind its back
+    with pytest.raises(CorruptionError, match="the row of id 31"):
+        table.state(optimizer=False)

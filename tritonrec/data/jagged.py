@@ -127,15 +127,24 @@ class KeyedJaggedTensor(Movable):
         the ids of their feature, and where some features have weights and others have none.
         """
         samples = {name: _samples_of(name, each) for name, each in features.items()}
-        if len(set(samples.values())) != 1:
+        bags = {name: each.offsets for name, each in features.items() if each.offsets is not None}
+        totals = [len(features[name].ids) for name in bags]
+        alike = len(set(samples.values())) == 1
+        # One check of all features; where it fails, one of each says what is wrong.
+        together = torch.stack(list(bags.values())) if alike and bags else None
+        if together is None or not (together.is_meta or _rise(together, totals)):
+            for (name, offsets), total in zip(bags.items(), totals, strict=True):
+                if not offsets.is_meta:
+                    check_offsets(offsets, total, f"offsets of {name!r}", "ids")
+        if not alike:
             raise ValueError(
                 f"all features need the same samples, got {_listed(samples) or 'none'}: give each of them as "
                 "many ids or bags, empty ones where a sample has none"
             )
-        lengths = [
-            torch.ones_like(each.ids) if each.offsets is None else each.offsets.diff()
-            for each in features.values()
-        ]
+        of_bags = iter(() if together is None else together.diff().unbind())
+        ids = next(iter(features.values())).ids
+        one_each = torch.ones(next(iter(samples.values())), dtype=torch.int64, device=ids.device)
+        lengths = [one_each if each.offsets is None else next(of_bags) for each in features.values()]
         values = torch.cat([each.ids for each in features.values()])
         weights = [each.weights for each in features.values() if isinstance(each, WeightedLookup)]
         if weights and len(weights) < len(features):
@@ -390,11 +399,16 @@ def _samples_of(name: str, feature: Lookup | WeightedLookup) -> int:
             f"weights of feature {name!r} must be {tuple(ids.shape)}, one for each id, got "
             f"{tuple(feature.weights.shape)}"
         )
-    if offsets is None:
-        return len(ids)
-    if not offsets.is_meta:
-        check_offsets(offsets, len(ids), f"offsets of {name!r}", "ids")
-    return len(offsets) - 1
+    return len(ids) if offsets is None else len(offsets) - 1
+
+
+def _rise(offsets: Tensor, totals: Sequence[int]) -> bool:
+    """Whether row f of `offsets` (F, B + 1) rises from 0 to ``totals[f]``, for all of them."""
+    if not offsets.shape[1]:
+        return False
+    ends = torch.tensor(totals, dtype=torch.int64, device=offsets.device)
+    wrong = (offsets[:, 1:] < offsets[:, :-1]).any(1) | (offsets[:, 0] != 0) | (offsets[:, -1] != ends)
+    return not bool(wrong.any())
 
 
 def _listed(samples: Mapping[str, int]) -> str:

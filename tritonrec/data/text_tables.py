@@ -155,8 +155,14 @@ def _even(data: bytes, quote: bytes) -> tuple[bytes, bytes]:
 
 
 def ahead(every: Iterator[Item]) -> Iterator[Item]:
-    """The same, the next one made on another thread meanwhile."""
+    """The same, the next one made on another thread meanwhile, if there are two."""
     end = object()
+    two = [item for item in (next(every, end), next(every, end)) if item is not end]
+    more = len(two) == 2  # of a file of one block a thread would take longer than the rows
+    while two:
+        yield two.pop(0)  # type: ignore[misc]
+    if not more:
+        return
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, every, end)
         while (found := coming.result()) is not end:

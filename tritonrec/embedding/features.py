@@ -293,13 +293,14 @@ class HashTableCollection:
             raise ValueError(f"table {table!r} takes rows ({len(ids)}, {width}), got {tuple(rows.shape)}")
         group.table.load(group.layout.pack(member, ids, table), group.layout.widened(member, rows))
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Complete state by logical table and column, for `load_state` and checkpoints.
+    def state(self, optimizer: bool = True) -> dict[str, dict[str, torch.Tensor]]:
+        """Complete state by logical table and column, for `load_state` and checkpoints; without `optimizer`
+        rows are their weights (n, dim) alone.
 
         ``"keys"`` (n,) int64 are the ids of the logical table, merged or not. Keys that are not admitted yet
         are in a further table, ``"NAME.candidates"``.
         """
-        return self._taken(lambda table: True, None)[0]
+        return self._taken(lambda table: True, None, optimizer=optimizer)[0]
 
     def snapshot(self, settled: bool = True) -> dict[str, dict[str, torch.Tensor] | SnapshotRows]:
         """`state` of this moment for `checkpoint.save`, which reads the rows while training goes on.
@@ -316,7 +317,11 @@ class HashTableCollection:
         return self._taken(lambda table: table.padded, reader, settled)
 
     def _taken(
-        self, at_once: Callable[[DynamicTable], bool], reader: str | None, settled: bool = True
+        self,
+        at_once: Callable[[DynamicTable], bool],
+        reader: str | None,
+        settled: bool = True,
+        optimizer: bool = True,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """By logical table the state, or its changes for a `reader`, and the erased keys. Rows are a
         `SnapshotRows` but of tables that are read `at_once`.
@@ -327,7 +332,9 @@ class HashTableCollection:
             table, layout = group.table, group.layout
             erased: dict[str, torch.Tensor] = {}
             if at_once(table):
-                state, erased = (table.state(), erased) if reader is None else table.take_changes(reader)
+                state, erased = (
+                    (table.state(optimizer), erased) if reader is None else table.take_changes(reader)
+                )
             else:
                 if reader is None:
                     rows, keys, handles, state = table.snapshot(settled)
@@ -367,7 +374,12 @@ class HashTableCollection:
                     own, where = state[part_name(name, part)], f"table {part_name(name, part)!r} of the state"
                     check_numbers(own, group.optimizer, group.layout.dims[member], where)
                     members.append(group.layout.merged(member, own, name))
-                columns[part] = {name: torch.cat([saved[name] for saved in members]) for name in empty}
+                columns[part] = {
+                    name: torch.cat([saved[name] for saved in members])
+                    if len(members) > 1
+                    else members[0][name].contiguous()
+                    for name in empty
+                }
             prepared.append((group.table, columns))
 
         def load() -> None:

@@ -18,11 +18,9 @@ from .state_check import check_distinct
 
 def save_module_state(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Add the rows of this rank; a hook of ``state_dict``."""
-    for table, columns in module.tables.state().items():
+    for table, columns in module.tables.state(optimizer=False).items():
         for column, values in columns.items():
-            if column == "rows":
-                column, values = "weight", values[:, : module.tables.dim_of(table)].contiguous()
-            state_dict[f"{prefix}{table}.{column}"] = values
+            state_dict[f"{prefix}{table}.{'weight' if column == 'rows' else column}"] = values
     state_dict[f"{prefix}seed"] = torch.tensor(module.tables.seed, dtype=torch.int64, device="cpu")
     state_dict[f"{prefix}lookups"] = torch.tensor(module.lookups, dtype=torch.int64, device="cpu")
 
@@ -108,7 +106,8 @@ def _prepared(module: Any, given: Given, expected: Mapping[str, Mapping[str, Any
         if own:
             _check_columns(part, own)
             here = module.owns(own["keys"].cpu())
-            own = {column: values.cpu()[here] for column, values in own.items()}
+            whole = bool(here.all())
+            own = {name: values.cpu() if whole else values.cpu()[here] for name, values in own.items()}
         if part == table:
             own["rows"] = _with_optimizer_state(tables, table, own["keys"], own["rows"])
         if own.keys() == columns.keys():
@@ -157,7 +156,9 @@ def _with_optimizer_state(tables: Any, table: str, ids: torch.Tensor, weights: t
         raise ValueError(
             f"{table}.weight has shape {_told(weights)}, the table has rows of {dim} float32 weights"
         )
-    return torch.cat([weights, tables.current_rows(table, ids)[:, dim:].cpu()], 1)
+    rows: torch.Tensor = tables.current_rows(table, ids).cpu()
+    rows[:, :dim] = weights
+    return rows
 
 
 def _told(value: Any) -> str:

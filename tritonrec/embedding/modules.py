@@ -247,9 +247,10 @@ class HashEmbeddingCollection(torch.nn.Module):
         limit = 2.0 ** (62 - FRACTION_BITS) if self.consistency == "batch" else torch.inf
         total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
         for route, gradient, of in zip(routes, gradients, bags, strict=True):
-            good = gradient.abs() < limit  # and no NaN
-            total += ~good.all()
-            gradient = torch.where(good, gradient, 0.0)
+            if not on_host(gradient) or not _all_below(gradient, limit):
+                good = gradient.abs() < limit  # and no NaN
+                total += ~good.all()
+                gradient = torch.where(good, gradient, 0.0)
             sums.append(route.sums(over, gradient, self.consistency, of))
         bad = over.all_reduce(total, "gradients that are not finite", bounded=True) > 0
         for own, route, each in zip(self.row_gradients, routes, sums, strict=True):
@@ -327,6 +328,12 @@ class HashEmbeddingCollection(torch.nn.Module):
         """Features and tables."""
         parts = [f"{each.name}: {each.dim}" for each in self.tables.features.values()]
         return f"{', '.join(parts)}, consistency={self.consistency!r}"
+
+
+def _all_below(values: torch.Tensor, limit: float) -> bool:
+    """Whether all are below `limit` in size, in one pass without a copy."""
+    low, high = values.aminmax() if values.numel() else (0.0, 0.0)  # of NaN both are
+    return -limit < float(low) and float(high) < limit
 
 
 def _leave_parameter_out(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -18,6 +18,9 @@ from .trained_table import TrainedTable
 
 State = dict[str, dict[str, torch.Tensor]]
 
+PIECE = 1 << 15
+"""Rows read at a time where only their weights are kept."""
+
 
 class DynamicTable(TrainedTable):
     """Rows (weights and optimizer state) by int64 key; any of the 2**64 keys is legal.
@@ -72,8 +75,10 @@ class DynamicTable(TrainedTable):
         with self._updating:
             return self._items()[0]
 
-    def state(self) -> State:
+    def state(self, optimizer: bool = True) -> State:
         """Complete state by group and column, on the host; each group has ``keys`` (n,) int64, ascending.
+
+        Without `optimizer` rows are (n, dim), their weights alone.
 
             rows         rows (n, row_width) float32; with eviction score (n,) int32; with precision tiers
                          heat (n,) uint8, the access counts; with either recent (n,) bool, used by the last
@@ -85,7 +90,7 @@ class DynamicTable(TrainedTable):
         """
         self.in_flight.check("state")
         with self._updating:
-            state = {"rows": self._columns(*self._items())}
+            state = {"rows": self._columns(*self._items(), None if optimizer else self.dim)}
             if self._candidates is not None:
                 with self._lock:
                     state["candidates"] = self._candidates.state()
@@ -286,12 +291,25 @@ class DynamicTable(TrainedTable):
         keys, order = keys.sort()
         return keys, handles[order]
 
-    def _columns(self, keys: torch.Tensor, handles: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Columns of `state` for `keys` (n,) and their handles (n,); needs `_updating`."""
+    def _columns(
+        self, keys: torch.Tensor, handles: torch.Tensor, width: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Columns of `state` for `keys` (n,) and their handles (n,), of each row the first `width` values;
+        needs `_updating`.
+        """
         with self._lock:
             columns = self._metadata.read(handles)
-        rows = self._rows.gather(handles)
-        self.validate_rows(handles, keys, rows)
+        if width is None or width == self.row_width:
+            rows = self._rows.gather(handles)
+            self.validate_rows(handles, keys, rows)
+            return {"keys": keys, **columns, "rows": rows}
+        rows = torch.empty(len(keys), width, dtype=torch.float32, device=self.device)
+        # A file is read once, in its order.
+        piece = max(1, len(keys)) if self.placement.path else PIECE
+        for some, here, out in zip(keys.split(piece), handles.split(piece), rows.split(piece), strict=True):
+            whole = self._rows.gather(here)
+            self.validate_rows(here, some, whole)
+            out.copy_(whole[:, :width])
         return {"keys": keys, **columns, "rows": rows}
 
 
