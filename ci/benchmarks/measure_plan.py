@@ -33,8 +33,9 @@ NARROW = Job("zipf:users=2000,items=20000,seed=3", batch_size=64, sizes=HSTUConf
 
 CLICKS = Job("criteo:samples=40000", "dlrm", batch_size=256, sizes=HSTUConfig(dim=16))
 FOLDER = tempfile.mkdtemp(prefix="measure-plan-")
-TIERS, LEAST = (
+TIERS, SIZE, LEAST = (
     TablePolicy(precision=PrecisionTiers(2, every=10)),
+    TablePolicy(precision=PrecisionTiers("24MiB", every=10)),
     TablePolicy(Eviction("lru", capacity=20_000)),
 )
 
@@ -53,9 +54,11 @@ CASES: list[tuple[str, tuple[int, ...], Run]] = [
     ("wide rows, on the device", (1, 2), placed(storage="device")),
     ("wide rows, cached", (1, 2), placed(storage="cached", cache_rows=20_000)),
     ("wide rows, in 16 bits", (1,), Run(replace(WIDE, policy=TIERS), optimizer="sgd", steps=120)),
+    ("wide rows, in 16 bits beyond 24 MiB", (1, 2),
+     Run(replace(WIDE, policy=SIZE), optimizer="sgd", steps=120)),
     ("wide rows, evicted", (1,), Run(replace(WIDE, policy=LEAST), optimizer="sgd", steps=120)),
     ("wide rows, saved", (1, 2), Run(WIDE, optimizer="adam", steps=120, checkpoint=Path("saves"))),
-]
+]  # fmt: skip
 
 
 def measured(name: str, world_size: int, run: Run) -> dict[str, Any]:
