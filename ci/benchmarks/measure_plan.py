@@ -19,7 +19,7 @@ from tritonrec.distributed import RankPool
 from tritonrec.embedding import Eviction, Placement, PrecisionTiers, TablePolicy
 from tritonrec.harness.cli.job import ready
 from tritonrec.harness.job import Job
-from tritonrec.harness.plan.report import plan_run
+from tritonrec.harness.plan.report import alone, plan_run
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
@@ -69,8 +69,11 @@ def measured(name: str, world_size: int, run: Run) -> dict[str, Any]:
             run, plan=Path(folder, "plan.json"), checkpoint=run.checkpoint and Path(folder, "saves")
         )
         plan_run(run, world_size, json_file=run.plan, console=Console(quiet=True))
-        with RankPool([world_size], timedelta(seconds=300)) as pool:
-            summary, *_ = pool.run(train, world_size, run, True)
+        if world_size == 1:
+            summary = alone(train, run, True)
+        else:
+            with RankPool([world_size], timedelta(seconds=300)) as pool:
+                summary, *_ = pool.run(train, world_size, run, True)
     return {"case": name, "ranks": world_size, "steps": run.steps, **summary["beside_plan"]}
 
 
