@@ -376,5 +376,5 @@ def parent(communicators, number):
 
 
 def test_one_rank_is_tried_in_a_process_like_the_commands_own():
-    """A fork of the ranks' server had 150 MB less of libraries, and a plan of one rank was 0.75 of its run."""
+    """A fork of the ranks' server has 150 MB less of libraries: a plan of one rank was 0.75 of its run."""
     assert report.alone(parent, 5) == {"parent": os.getpid(), "rank": 0, "number": 5}

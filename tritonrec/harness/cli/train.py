@@ -48,7 +48,8 @@ def _check_elastic(run: Run, slipstream: bool, world_size: int) -> None:
         if run.peer_copies or run.min_ranks > 1:
             raise typer.BadParameter("--peer-copies and --min-ranks go with --elastic")
         return
-    refused = {"--slipstream": slipstream, "--trace": run.trace, "--spill": run.spill, "--device": run.job.target.device != "cpu"}
+    refused = {"--slipstream": slipstream, "--trace": run.trace, "--spill": run.spill}
+    refused |= {"--device": run.job.target.device != "cpu"}
     for option, given in refused.items():
         if given:  # ranks that go on without others communicate over gloo
             raise typer.BadParameter(f"--elastic does not go with {option}")

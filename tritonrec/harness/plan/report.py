@@ -39,7 +39,7 @@ KINDS = {
 
 
 def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """``function(communicators, *args)`` of one rank in a process that begins anew, as the command's own does.
+    """``function(communicators, *args)`` of one rank in a process that begins anew, as a command does.
 
     A rank of a pool is forked from a server: pages of libraries, 150 MB, count for it once it touches them.
     """

@@ -36,7 +36,15 @@ from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
 from .run import Run, settings_of, with_validation
 from .streaming import STREAMING, StreamingMetrics
-from .summary import ended_line, going_on_line, spilled_line, stopped_early_line, stopped_line, summary_table, tables_line
+from .summary import (
+    ended_line,
+    going_on_line,
+    spilled_line,
+    stopped_early_line,
+    stopped_line,
+    summary_table,
+    tables_line,
+)  # fmt: skip
 
 
 def train(

@@ -76,6 +76,7 @@ def tables_line(summary: dict[str, Any]) -> str:
 
 def spilled_line(run: Run, step: int) -> str:
     """Of a run whose memory has ended, and which goes on."""
+    assert run.checkpoint
     return f"saved at step {step} to {place_of(run.checkpoint)}; going on with rows on disk: {run.spill}"
 
 
