@@ -19,7 +19,7 @@ from tritonrec.distributed import RankPool
 from tritonrec.embedding import Eviction, Placement, PrecisionTiers, TablePolicy
 from tritonrec.harness.cli.job import ready
 from tritonrec.harness.job import Job
-from tritonrec.harness.plan.report import plan_run
+from tritonrec.harness.plan.report import alone, plan_run
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
@@ -33,8 +33,9 @@ NARROW = Job("zipf:users=2000,items=20000,seed=3", batch_size=64, sizes=HSTUConf
 
 CLICKS = Job("criteo:samples=40000", "dlrm", batch_size=256, sizes=HSTUConfig(dim=16))
 FOLDER = tempfile.mkdtemp(prefix="measure-plan-")
-TIERS, LEAST = (
+TIERS, SIZE, LEAST = (
     TablePolicy(precision=PrecisionTiers(2, every=10)),
+    TablePolicy(precision=PrecisionTiers("24MiB", every=10)),
     TablePolicy(Eviction("lru", capacity=20_000)),
 )
 
@@ -53,9 +54,11 @@ CASES: list[tuple[str, tuple[int, ...], Run]] = [
     ("wide rows, on the device", (1, 2), placed(storage="device")),
     ("wide rows, cached", (1, 2), placed(storage="cached", cache_rows=20_000)),
     ("wide rows, in 16 bits", (1,), Run(replace(WIDE, policy=TIERS), optimizer="sgd", steps=120)),
+    ("wide rows, in 16 bits beyond 24 MiB", (1, 2),
+     Run(replace(WIDE, policy=SIZE), optimizer="sgd", steps=120)),
     ("wide rows, evicted", (1,), Run(replace(WIDE, policy=LEAST), optimizer="sgd", steps=120)),
     ("wide rows, saved", (1, 2), Run(WIDE, optimizer="adam", steps=120, checkpoint=Path("saves"))),
-]
+]  # fmt: skip
 
 
 def measured(name: str, world_size: int, run: Run) -> dict[str, Any]:
@@ -66,8 +69,11 @@ def measured(name: str, world_size: int, run: Run) -> dict[str, Any]:
             run, plan=Path(folder, "plan.json"), checkpoint=run.checkpoint and Path(folder, "saves")
         )
         plan_run(run, world_size, json_file=run.plan, console=Console(quiet=True))
-        with RankPool([world_size], timedelta(seconds=300)) as pool:
-            summary, *_ = pool.run(train, world_size, run, True)
+        if world_size == 1:
+            summary = alone(train, run, True)
+        else:
+            with RankPool([world_size], timedelta(seconds=300)) as pool:
+                summary, *_ = pool.run(train, world_size, run, True)
     return {"case": name, "ranks": world_size, "steps": run.steps, **summary["beside_plan"]}
 
 

@@ -22,9 +22,9 @@ WORDS = {
     ("warmup", "--models"), ("warmup", "--optimizers"), ("warmup", "--target"),
     ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip
-FREE = {  # tested below, in test_cli and in test_urls
+FREE = {  # tested below, in test_cli, test_spill and in test_urls
     ("bench", "--only"), ("simulate", "--table"), ("train", "--drop"), ("train", "--resume"),
-    ("train", "--warm-start"), ("train", "--disk-path"), ("train", "--publish"),
+    ("train", "--warm-start"), ("train", "--disk-path"), ("train", "--publish"), ("train", "--spill"),
 }  # fmt: skip
 FREE |= {  # tested in test_score_file and test_server_process
     ("score", "--history"), ("score", "--timestamps"), ("score", "--candidates"),

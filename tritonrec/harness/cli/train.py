@@ -48,7 +48,8 @@ def _check_elastic(run: Run, slipstream: bool, world_size: int) -> None:
         if run.peer_copies or run.min_ranks > 1:
             raise typer.BadParameter("--peer-copies and --min-ranks go with --elastic")
         return
-    refused = {"--slipstream": slipstream, "--trace": run.trace, "--device": run.job.target.device != "cpu"}
+    refused = {"--slipstream": slipstream, "--trace": run.trace, "--spill": run.spill}
+    refused |= {"--device": run.job.target.device != "cpu"}
     for option, given in refused.items():
         if given:  # ranks that go on without others communicate over gloo
             raise typer.BadParameter(f"--elastic does not go with {option}")
@@ -147,8 +148,8 @@ def train(
         raise typer.BadParameter(f"--changed takes {', '.join(SETTINGS)}, got {unknown[0]!r}")
     if run.changed and not run.resume:
         raise typer.BadParameter("--changed goes with --resume")
-    if run.replay and slipstream:
-        raise typer.BadParameter("--replay does not go with --slipstream")
+    if slipstream and (run.replay or run.spill):
+        raise typer.BadParameter("--replay and --spill do not go with --slipstream")
     here = checked(rank_here)
     ranks_of_all = here.world_size if here.world_size > 1 else world_size
     if nodes > 1 and run.elastic:

@@ -24,7 +24,8 @@ MEMORY, TIME = 1.05, 1.15
 LOOK_SECONDS = 0.25
 FIRST_LOOK = 64
 """Steps whose pace is looked at first; then after twice as many each time."""
-OUTPUTS = {"trace", "log_dir", "json_lines", "log_every", "memory_limit", "publish", "warm_start", "changed"}
+OUTPUTS = {"trace", "log_dir", "json_lines", "log_every", "memory_limit", "publish", "warm_start", "changed",
+           "spill"}  # fmt: skip
 """Settings that may be others than the plan's; of a checkpoint counts whether there is one."""
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from ... import distributed
 from ...capacity import Room, Sizes
 from ...files import save_json
+from ...host_memory import keep_freed_memory
 from ...settings import in_bytes
 from ..shown import say, table
 from ..train.run import Run
@@ -33,6 +38,19 @@ KINDS = {
 """By field of `Need` what it is."""
 
 
+def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """``function(communicators, *args)`` of one rank in a process that begins anew, as a command does.
+
+    A rank of a pool is forked from a server: pages of libraries, 150 MB, count for it once it touches them.
+    """
+    with ProcessPoolExecutor(1, get_context("spawn"), keep_freed_memory) as process:
+        return process.submit(_alone, function, args).result()
+
+
+def _alone(function: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> dict[str, Any]:
+    return function(distributed.Communicators.local(), *args)
+
+
 def plan_run(
     run: Run,
     world_size: int,
@@ -53,8 +71,11 @@ def plan_run(
     console = console or Console()
     mesh = {"replicas": replicas, "nodes": nodes}
     for _ in range(2):
-        with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
-            found = pool.run(trial, world_size, run, trial_steps, **mesh)
+        if world_size == 1:
+            found = [alone(trial, run, trial_steps)]
+        else:
+            with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
+                found = pool.run(trial, world_size, run, trial_steps, **mesh)
         if not any(each["compiled"] for each in found):
             break
         # The run itself will find its kernels compiled, and have no compiler's memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from ...capacity import MemoryWatch
 from ...data import DynamicStream, Split, Stream
 from ...data.splits import Part
 from ...distributed import Communicators, check_ranks_agree
+from ...embedding.row_file import RowFile
+from ...host_memory import return_freed_memory
 from ...loggers import require_no_log
 from ...pipeline import Trainer
 from ...resilience import Replay
@@ -33,7 +36,15 @@ from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
 from .run import Run, settings_of, with_validation
 from .streaming import STREAMING, StreamingMetrics
-from .summary import ended_line, going_on_line, stopped_early_line, stopped_line, summary_table, tables_line
+from .summary import (
+    ended_line,
+    going_on_line,
+    spilled_line,
+    stopped_early_line,
+    stopped_line,
+    summary_table,
+    tables_line,
+)  # fmt: skip
 
 
 def train(
@@ -52,8 +63,10 @@ def train(
     An elastic run has a `memory` on each rank; called again with it (`run_elastic`), the ranks go on from the
     newest state that all of them have.
 
+    A run with `run.spill` whose memory ends goes on with its rows on disk, on the same ranks.
+
     The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``out_of_memory`` (stopped by
-    this rank's `MemoryWatch`), ``early_stopping`` (metric, best
+    the `MemoryWatch` of a rank), ``early_stopping`` (metric, best
     value with its step, and whether it ended the run; None without), ``loss`` (mean of the last update; None
     where no step was left), ``metrics`` of the test part and ``baseline`` (`evaluate_model`; empty where
     stopped), ``validation`` (the last metrics of that part, where the split has one),
@@ -62,6 +75,17 @@ def train(
     (`BesidePlan.outcome`; None without a plan), and ``digest``, the SHA-256 of all parameters, rows and
     states.
     """
+    summary = _train(communicators, run, quiet, memory)
+    if run.spill and summary["out_of_memory"]:
+        gc.collect()
+        return_freed_memory(1 << 30)
+        communicators.stop.clear()  # all ranks have left their steps
+        summary = _train(communicators, run.spilled(), quiet, memory)
+    return summary
+
+
+def _train(communicators: Communicators, run: Run, quiet: bool, memory: Memory | None) -> dict[str, Any]:
+    """`train` up to where memory ends; nothing of it is held when it returns."""
     called_again = memory is not None and memory.called
     if not called_again:
         _check_outputs(run)
@@ -218,7 +242,8 @@ def train(
     summary: dict[str, Any] = {
         "step": step,
         "stopped": stopped,
-        "out_of_memory": watch is not None and stopped and bool(watch.ended),
+        "out_of_memory": stopped
+        and any(communicators.control.all_gather_texts("" if watch is None else watch.ended)),
         "early_stopping": stopping and _outcome(stopping, step < run.steps),
         "steps_run": reports.steps_run,
         "world_size": communicators.world_size,
@@ -234,7 +259,8 @@ def train(
         "digest": state_digest(communicators, tables, trainer.dense.tensors()),
     }
     if stopped:
-        say(console, stopped_line(run, step))
+        spills = run.spill and summary["out_of_memory"]
+        say(console, spilled_line(run, step) if spills else stopped_line(run, step))
         return summary
     if stopping and stopping.should_stop and step < run.steps:
         say(console, stopped_early_line(stopping, step))
@@ -262,6 +288,8 @@ def _check_outputs(run: Run) -> None:
         raise ValueError(f"{run.warm_start} holds no checkpoint to begin with")
     if run.resume and not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
+    if run.spill:  # before hours of training
+        RowFile(run.spilled().job.placement.path, 4).close()
     if run.elastic and run.resume is True and not saved:
         raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
     if not run.resume:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...callbacks import Direction, EarlyStopping
 from ...data import Split
-from ...embedding import OptimizerName
+from ...embedding import OptimizerName, Storage
 from ...pipeline import Mode, WindowConfig
 from ...resilience import Replay
 from ...settings import MOST, bytes_of, setting
@@ -56,6 +56,8 @@ class Run:
         log_every: steps between printed lines; 0: a bar on a terminal, and a line now and then elsewhere.
         memory_limit: of each rank's process, such as ``"20GiB"``; ``"auto"``: what the machine or the
             container leaves; ``"none"``: nobody looks (`MemoryWatch`).
+        spill: ``MEMORY:DIRECTORY``; where memory ends, go on with rows on disk there and with so much memory
+            for each table's, from the checkpoint that is saved then. Tables are in host memory before.
         plan: file of `tritonrec plan CONFIG --json FILE`, beside which the run is set, with a warning where
             it takes more.
     """
@@ -107,6 +109,9 @@ class Run:
     memory_limit: str = setting(
         "auto", "Save and stop before a rank takes so much, as 20GiB; auto: what there is; none: never."
     )
+    spill: str = setting(
+        "", "MEMORY:DIRECTORY, as 2GiB:/data: where memory ends, save and go on with rows on disk there."
+    )
     publish: str = setting("", "Publish live deltas to this folder or URL, redis:// too, for replicas.")
     publish_every: int = setting(0, "Steps between publications; with --publish.", 0, MOST)
     plan: Path | None = setting(None, "Compare with this file of tritonrec plan; warn where more is taken.")
@@ -116,6 +121,26 @@ class Run:
             bytes_of(self.memory_limit, "memory_limit")
         if self.replay:
             Replay(self.replay)
+        if self.spill:
+            self.spilled()
+
+    def spilled(self) -> Run:
+        """What goes on from the checkpoint of this run whose memory has ended, with its rows on disk."""
+        memory, _, path = self.spill.partition(":")
+        before = self.job.placement
+        if before.storage == "device" or before.path or self.memory_limit == "none":
+            raise ValueError(
+                f"spill goes with rows in host memory and a limit, and here are {before}; memory_limit="
+                f"{self.memory_limit!r}"
+            )
+        if not path or not self.checkpoint:
+            raise ValueError(
+                f"spill takes MEMORY:DIRECTORY, such as 2GiB:/data, and goes on from a checkpoint: got "
+                f"spill={self.spill!r} with checkpoint={str(self.checkpoint or '')!r}"
+            )
+        storage: Storage = "cached" if before.chosen().storage == "cached" else "disk"
+        job = replace(self.job, placement=replace(before, storage=storage, path=path, memory=memory))
+        return replace(self, job=job, resume="auto", new_data=False, changed=(), plan=None, spill="")
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -74,6 +74,12 @@ def tables_line(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def spilled_line(run: Run, step: int) -> str:
+    """Of a run whose memory has ended, and which goes on."""
+    assert run.checkpoint
+    return f"saved at step {step} to {place_of(run.checkpoint)}; going on with rows on disk: {run.spill}"
+
+
 def stopped_early_line(stopping: EarlyStopping, step: int) -> str:
     """Step and best evaluation of a run that ended itself."""
     best = "" if stopping.best is None else f", {stopping.best:.6f} at step {stopping.best_step}"
