@@ -8,6 +8,7 @@ loses something is an error: null, NaN, a fraction, more than int64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -220,12 +221,9 @@ def flags(part: Part, name: str, values: Column, threshold: float | None = None)
 def check_folder(part: Part, name: str, values: Column, value: str) -> None:
     """Raise ValueError where a column differs from the name of a folder of it, ``name=value`` as of Hive."""
     values = part.plain(name, values)
-    try:
+    same = pa.array([False] * len(values))
+    with suppress(pa.ArrowException):  # of a type that has no such value
         expected = pa.scalar(None if value == HIVE_NULL else value, pa.string()).cast(values.type)
-    except pa.ArrowInvalid:
-        expected = pa.scalar(None, values.type)
-        same = pa.array([False] * len(values))
-    else:
         same = pc.equal(values, expected) if expected.is_valid else pc.is_null(values)
     wrong = ~np.asarray(pc.fill_null(same, False))
     if wrong.any():

@@ -205,28 +205,22 @@ class Flight:
         with self._model_call(0), self._compilation.call(batch, rows, seed, settings):
             return represent(self.model, batch, rows, seed, settings)
 
-    def window_losses(
+    def window_loss(
         self,
-        parts: list[Batch],
+        batch: Batch,
         window: Shown,
         positions: torch.Tensor,
         seed: int,
         settings: CallerSettings,
         scale_exponent: int,
         sums: Shown,
-    ) -> list[tuple[torch.Tensor, Shown]]:
-        """`losses_of` the samples of each micro-batch of a batch, which are compared where that is due."""
-        given, found = (seed, settings, scale_exponent), list[tuple[torch.Tensor, Shown]]()
-        with self.calls, self.guard.around_window_loss(parts, window, positions, *given, sums) as see:
-            for part, own in zip(parts, positions.split([each.num_samples for each in parts]), strict=True):
-                if not part.num_samples:
-                    found.append((torch.zeros(0, dtype=torch.float32, device=positions.device), {}))
-                    continue
-                with self._model_call(scale_exponent):
-                    found.append(
-                        losses_of(self.model, part, window, own, *given, self.accumulator, sums, see)
-                    )
-        return found
+    ) -> tuple[torch.Tensor, Shown]:
+        """`losses_of` the samples of a micro-batch, inside of the guard's `around_window_loss`."""
+        if not batch.num_samples:
+            return torch.zeros(0, dtype=torch.float32, device=positions.device), {}
+        given = window, positions, seed, settings, scale_exponent, self.accumulator, sums
+        with self._model_call(scale_exponent):
+            return losses_of(self.model, batch, *given, self.guard.see_loss)
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:

@@ -103,6 +103,7 @@ class Guard:
         self._looks, self._looks_next = False, True
         self._losses = 0  # calls of `around_window_loss`
         self._loss_paths: set[frozenset[tuple[str, str]]] = set()
+        self._loss_ways: set[frozenset[tuple[str, str]]] = set()  # of the call under way
 
     def begin_run(self) -> None:
         """What no module shows may have changed, as an attribute: the next call is looked at."""
@@ -112,6 +113,11 @@ class Guard:
         """The losses of a training call, or what its samples show, before their backward."""
         if self._looks:
             self._way = path_of(shown)
+
+    def see_loss(self, losses: torch.Tensor) -> None:
+        """As `see`, of what a `window_loss` returns."""
+        if self.active and len(self._loss_paths) < MOST_PATHS:
+            self._loss_ways.add(path_of(losses))
 
     def begin(self) -> None:
         """The model may be another one: if its modules, hooks, switches, parameters or buffers are, sizes
@@ -196,20 +202,20 @@ class Guard:
         settings: CallerSettings,
         scale_exponent: int,
         sums: Shown,
-    ) -> Iterator[Callable[[torch.Tensor], None]]:
+    ) -> Iterator[None]:
         """Around the losses of a batch's micro-batches: losses and gradients of all its samples are compared
-        with those of its parts, where that is due or a loss goes another way. Yields what sees the losses.
+        with those of its parts, where that is due or a loss goes another way (`see_loss`).
 
         Args: as `losses_of` takes them, for all `parts` one after the other.
 
         Raises `NotBatchInvariantError`.
         """
         if not self.active or len(positions) < 2:
-            yield lambda _: None
+            yield
             return
         filled = [part for part in parts if part.num_samples]
         given = filled, window, positions, seed, settings, scale_exponent, sums
-        size, ways = (-1, len(positions).bit_length()), set[frozenset[tuple[str, str]]]()
+        size = -1, len(positions).bit_length()
         self._losses += 1
         number = self._losses
         again = number >= EARLY and not number & (number - 1)
@@ -218,9 +224,9 @@ class Guard:
         if again or most == MOST_SAMPLES:
             self._compare_window_loss(*given, most)
             self._sizes.add(size)
-        looks = len(self._loss_paths) < MOST_PATHS
-        yield lambda losses: ways.add(path_of(losses)) if looks else None
-        new = ways - self._loss_paths
+        self._loss_ways.clear()
+        yield
+        new = self._loss_ways - self._loss_paths
         self._loss_paths |= new
         if new and not again and most == FEW_SAMPLES:
             self._compare_window_loss(*given, most)

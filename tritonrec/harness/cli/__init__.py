@@ -150,10 +150,12 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As of its base."""
         if args and args[0] in COMMANDS:
+            from ...files.places import require_current_folder
+
             try:
-                Path.cwd()
-            except FileNotFoundError:  # where libraries end the process
-                raise typer.BadParameter("the current folder is not there any more: cd to another") from None
+                require_current_folder()
+            except FileNotFoundError as error:
+                raise typer.BadParameter(str(error)) from None
             name, *words = args
             self.commands[name] = told(name, words)
         return super().resolve_command(ctx, args)

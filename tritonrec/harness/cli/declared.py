@@ -65,12 +65,12 @@ def check_numbers(given: dict[str, Any], settings: Declaration) -> None:
         found: Any = tables
         for name in key.split("."):
             found = found.get(name) if isinstance(found, dict) else None
-        least, most = (
-            options[option]["shown"].get(end, all) for end, all in (("min", -math.inf), ("max", math.inf))
-        )
-        numbers = {"int": "a whole number", "float": "a number"}.get(options[option]["kind"])
-        if numbers and isinstance(found, (int, float)) and not least <= found <= most:
-            raise typer.BadParameter(f"{file}: {key} takes {numbers} from {least} to {most}, got {found}")
+        kind, shown = options[option]["kind"], options[option]["shown"]
+        least, most = shown.get("min", -math.inf), shown.get("max", math.inf)
+        is_number = type(found) is int or (type(found) is float and kind == "float")
+        if kind in ("int", "float") and is_number and not least <= found <= most:
+            number = "a whole number" if kind == "int" else "a number"
+            raise typer.BadParameter(f"{file}: {key} takes {number} from {least} to {most}, got {found}")
 
 
 def _option_of(parameter: inspect.Parameter) -> Declaration:
