@@ -151,7 +151,12 @@ def test_an_ignored_signal_stays_ignored():
 def test_what_holds_up_the_end_after_a_second_signal_is_cut_off(third, monkeypatch):
     """As a lane does that compiles a kernel; later nothing is left of it."""
     ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def end(code):
+        ended.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(stopping, "END_SECONDS", 100 if third else 0.2)
     for waits in (False, True):
         with pytest.raises(SystemExit), graceful_stop(lambda: None):

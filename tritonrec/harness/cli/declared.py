@@ -56,7 +56,7 @@ def check_numbers(given: dict[str, Any], settings: Declaration) -> None:
     for name, value in given.items():
         if value != value:
             raise typer.BadParameter(f"--{name.replace('_', '-')} must be a number, got {value}")
-    tables, file = {}, given.get("config")
+    file, tables = given.get("config"), dict[str, Any]()
     if isinstance(file, Path) and file.is_file():
         with suppress(OSError, ValueError, RecursionError):
             tables = tomllib.loads(file.read_text("utf-8-sig"))
