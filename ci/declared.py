@@ -18,7 +18,8 @@ def text() -> str:
     for name in cli.COMMANDS:
         declared: dict[str, Any] = declaration_of(cli.function_of(name))
         options = ",\n  ".join(map(json.dumps, declared["options"]))
-        parts.append(f' "{name}": {{"doc": {json.dumps(declared["doc"])}, "options": [\n  {options}\n ]}}')
+        doc, keys = json.dumps(declared["doc"]), json.dumps(declared["keys"])
+        parts.append(f' "{name}": {{"doc": {doc}, "keys": {keys}, "options": [\n  {options}\n ]}}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

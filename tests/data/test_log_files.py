@@ -6,6 +6,7 @@ import threading
 
 import fsspec
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.dataset as pa_dataset
 import pyarrow.parquet as pq
 import pytest
@@ -153,3 +154,35 @@ def test_one_item_needs_no_thread_ahead_and_none_is_lost(count, monkeypatch):
     assert list(text_tables.ahead(items())) == list(range(count))
     assert set(made_on[:2]) <= {threading.get_ident()} and len(set(made_on[2:])) == (count > 2)
     assert len(pools) == (count > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "inside"),
+    [("rating", "5", 5), ("rating", "5", 5.0), ("user", "a%20b", "a b"), ("rating", "x", 1), ("user", "7", 8),
+     ("rating", "__HIVE_DEFAULT_PARTITION__", 5), ("timestamp", "2024-05-01", 1600000000)],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["parquet", "csv"])
+def test_a_column_that_stands_in_the_file_and_in_its_folder_is_the_same(
+    tmp_path, name, value, inside, suffix
+):
+    (tmp_path / f"{name}={value}").mkdir()
+    row = {"user": 1, "item": 2, "timestamp": 1600000001, "rating": 3.0, name: inside}
+    table = pa.table({column: [each] for column, each in row.items()})
+    file = tmp_path / f"{name}={value}/a.{suffix}"
+    pq.write_table(table, file) if suffix == "parquet" else pa_csv.write_csv(table, file)
+    own = LogFormat(time_unit="s", ids="words" if inside == "a b" else "integers")
+    if inside in (5, "a b") and "_" not in value:
+        assert len(load(tmp_path, own)) == 1
+        return
+    with pytest.raises(
+        ValueError, match=rf"a\.{suffix}, \w+ [012]: column {name} has .*, as its folder {name}="
+    ):
+        load(tmp_path, own)
+
+
+def test_tables_that_are_not_read_are_not_left_out_in_silence(tmp_path):
+    pq.write_table(pa.table({"user": [1], "item": [2], "timestamp": [3]}), tmp_path / "a.parquet")
+    (tmp_path / "b.orc").write_bytes(b"ORC")
+    for place in (tmp_path, tmp_path / "b.orc"):
+        with pytest.raises(ValueError, match=r"b\.orc: files of ORC are not read: load the table that"):
+            load(place, STEP)

@@ -19,6 +19,7 @@ import torch
 
 from tritonrec.distributed import RankDiedError, RankPool, fork_server
 from tritonrec.distributed.fork_server import ForkedProcess
+from tritonrec.distributed.signals import STOP_SIGNALS
 
 pytestmark = [
     pytest.mark.multi_rank,
@@ -117,6 +118,22 @@ def test_functions_of_a_script_run_and_nothing_is_printed_beside(tmp_path):
     assert (done.stdout, done.stderr, done.returncode) == ("[40, 41]\n", "", 0)
 
 
+def actions_here(connection):
+    connection.send([*map(signal.getsignal, STOP_SIGNALS), signal.pthread_sigmask(signal.SIG_BLOCK, [])])
+
+
+def test_a_signal_that_a_terminal_sends_while_the_server_imports_is_not_its_own(capfd):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    server, (here, there) = fork_server.ForkServer(), Pipe()
+    for number in STOP_SIGNALS:
+        os.kill(server.process.pid, number)
+    process = server.start("rank 0", actions_here, (there,))
+    assert here.poll(120) and here.recv() == [signal.SIG_DFL] * len(STOP_SIGNALS) + [set()]
+    process.join()
+    assert process.exitcode == 0 and signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    assert capfd.readouterr().err == ""
+
+
 def test_where_nothing_can_be_forked_a_process_is_spawned(monkeypatch):
     context = mock.MagicMock()
     monkeypatch.setattr(fork_server, "fork_server", lambda: None)
@@ -148,7 +165,7 @@ def test_the_server_ends_with_its_parent_from_the_start(monkeypatch):
     def asked(parent):
         raise Asked(parent)
 
-    monkeypatch.setattr(fork_server, "signal", mock.MagicMock())
+    monkeypatch.setattr(fork_server, "let_in", lambda action: None)
     monkeypatch.setattr(fork_server, "end_with_parent", asked)
     with pytest.raises(Asked, match=r"^41$"):
         fork_server._serve(41, None, [])

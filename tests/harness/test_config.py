@@ -1,5 +1,6 @@
 """Promise: a run's settings are a file that makes the same run; whatever is wrong in it is named."""
 
+import json
 import math
 import tomllib
 from dataclasses import replace
@@ -11,6 +12,8 @@ import pytest
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
 from tritonrec.embedding import Eviction, PrecisionTiers, TablePolicy
+from tritonrec.harness import cli
+from tritonrec.harness.cli import declared
 from tritonrec.harness.cli.train import RUN
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.config import from_tables, keys_of, read_config, tables_of, to_toml
@@ -123,6 +126,35 @@ def test_what_is_wrong_is_named_with_file_and_key(tmp_path, text, message):
     with pytest.raises(ValueError) as caught:
         read(tmp_path, text)
     assert message in str(caught.value) and str(tmp_path / "run.toml") in str(caught.value)
+
+
+def test_numbers_out_of_bounds_are_named_before_torch_is_loaded(tmp_path, monkeypatch):
+    """In the words of the reader of the file, for all keys that are numbers."""
+    monkeypatch.setattr(cli, "load", lambda name: pytest.fail(f"{name} was loaded"))
+    train = json.loads(declared.FILE.read_text())["train"]
+    options = {each["name"]: each for each in train["options"]}
+    bounds = {key: options[name]["shown"].get("min") for key, name in train["keys"].items()}
+    wrong = {key: "nan" if least == 0 else least - 1 for key, least in bounds.items() if least is not None}
+    assert wrong["steps"] == "nan" and wrong["job.batch_size"] == 0 and len(wrong) > 30
+    for key, value in [*wrong.items(), ("steps", -5), ("window.micro_batches", 65_537)]:
+        whole = options[train["keys"][key]]["kind"] == "int"
+        text = f"{key} = {-1 if value == 'nan' and whole else value}"
+        with pytest.raises(ValueError) as said:
+            read(tmp_path, text)
+        result = commands.invoke("train", "--config", tmp_path / "run.toml")
+        assert result[0] == 2 and plain(str(said.value)) in plain(result[1]), result
+
+
+def plain(text):
+    """Without frames and line ends."""
+    return "".join(text.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("option", ["--lr", "--max-grad-norm", "--label-threshold"])
+def test_no_number_is_none(option, monkeypatch):
+    monkeypatch.setattr(cli, "load", lambda name: pytest.fail(f"{name} was loaded"))
+    code, output, _ = commands.invoke("train", option, "nan")
+    assert code == 2 and option in output
 
 
 def test_options_win_over_the_file_also_with_the_default_value(tmp_path, capsys):

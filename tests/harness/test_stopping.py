@@ -15,7 +15,7 @@ from speeds import slow_except
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
 from tritonrec.harness.progress import CommandProgress
-from tritonrec.harness.train import loop
+from tritonrec.harness.train import loop, stopping
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
 from tritonrec.harness.train.stopping import graceful_stop
@@ -145,6 +145,58 @@ def test_an_ignored_signal_stays_ignored():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_what_holds_up_the_end_after_a_second_signal_is_cut_off(third, monkeypatch):
+    """As a lane does that compiles a kernel; later nothing is left of it."""
+    ended = []
+
+    def end(code):
+        ended.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(stopping, "END_SECONDS", 100 if third else 0.2)
+    for waits in (False, True):
+        with pytest.raises(SystemExit), graceful_stop(lambda: None):
+            signal.raise_signal(signal.SIGINT)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                if waits and third:
+                    signal.raise_signal(signal.SIGINT)
+                deadline = time.monotonic() + 10
+                while waits and not ended and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        time.sleep(0 if third else 0.4)
+        assert ended == [130] * waits
+
+
+ENDED = """
+import atexit, os, signal, sys, threading, time
+from tritonrec import __main__
+from tritonrec.harness import cli
+number = getattr(signal, sys.argv[1])
+threading.Thread(target=time.sleep, args=(1000,)).start()  # a lane that compiles
+atexit.register(print, "closed")
+def command():
+    os.kill(os.getpid(), number)
+    time.sleep(1000)
+cli.app = command
+if sys.argv[2:]:
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize("again", [[], ["again"]])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_command_that_a_signal_ends_waits_for_no_lane_and_says_nothing(name, again):
+    command = [sys.executable, "-c", ENDED, name, *again]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    code = 128 + (signal.SIGINT if again else getattr(signal, name))
+    assert (done.returncode, done.stderr, done.stdout) == (code, "", "" if again else "closed\n")
 
 
 PYTHON = [sys.executable, "-m"]

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import examples
 
+from tritonrec.kernels.compilation import announcement
 from tritonrec.pipeline import (
     NESTPIPE,
     SCHEDULES,
@@ -264,6 +265,23 @@ def test_what_takes_long_is_named_once(monkeypatch):
     named = [frozenset(re.findall(r"([\w-]+)\(", each.partition(". A disk")[0])) for each in texts]
     assert any("retrieve(0)" in each for each in texts)
     assert len(named) == len({*named})  # a busy machine holds up others too
+
+
+def test_a_kernel_that_is_compiled_is_no_silence(monkeypatch):
+    monkeypatch.setattr(executor_module, "SILENT_SECONDS", 0.05)
+
+    def action(task):
+        if task.stage == "retrieve":
+            time.sleep(0.3)
+
+    announcement.begin()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run(Tasks(NESTPIPE, 1), 1, action)
+    finally:
+        announcement.end()
+    assert not [each for each in told if "training has waited" in str(each.message)]
 
 
 def test_closing_waits_for_the_stages_that_run():

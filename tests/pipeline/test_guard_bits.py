@@ -12,7 +12,7 @@ from tritonrec import nn
 from tritonrec.data import JaggedBatch
 from tritonrec.data.batch import per_sample
 from tritonrec.pipeline import attributes
-from tritonrec.pipeline.guard import KnownRows
+from tritonrec.pipeline.known_rows import KnownRows
 
 
 class LastBit(NoParameters):

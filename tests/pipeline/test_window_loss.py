@@ -284,6 +284,60 @@ def test_what_would_depend_on_the_cut_is_refused(wrong, mode):
         trained(mode, model=towers(**methods))
 
 
+def switched(change):
+    """Towers that show the step, and whose losses `change` by it."""
+
+    def forward(self, batch, rows, seed):
+        step = torch.full((batch.num_samples,), batch.step, dtype=torch.int64)
+        return {**Towers.forward(self, batch, rows, seed), "step": step}
+
+    def window_loss(self, own, window, positions):
+        return change(Towers.window_loss(self, own, window, positions), int(own["step"][0]))
+
+    return parts(towers(forward=forward, window_loss=window_loss))
+
+
+def less_the_mean(losses, step):
+    return losses - losses.detach().mean() if step >= 20 else losses
+
+
+def by_the_mean(losses, step):  # the same functions of autograd before and after
+    return losses * (losses.detach().mean() if step >= 20 else torch.tensor(2.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "micro_batches", "last"),
+    [(less_the_mean, 4, 19), (less_the_mean, 16, 19), (by_the_mean, 4, 30)],
+)  # in 16 micro-batches each sample is alone
+def test_a_window_loss_that_a_later_step_switches_is_refused(change, micro_batches, last):
+    made, seen = switched(change), []
+    with (
+        Trainer(*made, Communicators.local(), "nestpipe", WindowConfig(micro_batches, seed=4)) as trainer,
+        pytest.raises(NotBatchInvariantError, match="whose window_loss of a sample"),
+    ):
+        for result in trainer.run(batch(step, 16) for step in range(40)):
+            seen.append(result.step)
+            before = [each.detach().clone() for each in made[0].parameters()]
+    assert seen[-1] == last
+    assert all(map(torch.equal, before, made[0].parameters()))  # refused before the update
+
+
+def test_rows_of_a_loss_that_see_each_other_are_refused_where_each_micro_batch_has_one():
+    with pytest.raises(NotBatchInvariantError, match="whose window_loss of a sample"):
+        trained("nestpipe", model=towers(window_loss=mean_of_rows), micro_batches=16)
+
+
+def test_what_a_compared_window_loss_keeps_is_put_back():
+    def window_loss(self, own, window, positions):
+        self.calls = getattr(self, "calls", 0) + 1
+        return Towers.window_loss(self, own, window, positions)
+
+    made = parts(towers(window_loss=window_loss))
+    with Trainer(*made, Communicators.local(), "nestpipe", WindowConfig(2, seed=4)) as trainer:
+        list(trainer.run(batch(step, 16) for step in range(3)))
+    assert made[0].calls == 6
+
+
 def test_a_second_forward_that_differs_is_refused_though_the_model_is_trusted():
     def drawn(self, batch, rows):
         return F.dropout(Towers.users(self, batch, rows), 0.3)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -261,6 +262,17 @@ def test_a_damaged_delta_is_named_and_a_dead_rank_comes_back(tmp_path):
         follower.close()
         publisher.close()
         training.close()
+
+
+def test_a_rank_that_makes_no_version_is_named_in_time():
+    """Its sink does not answer, or it was stopped where a call of it still ends."""
+    follower = SpreadFollower.__new__(SpreadFollower)
+    follower._front = SimpleNamespace(poll=lambda: None, sequence=6)
+    follower._ranks = SimpleNamespace(failure=None, ask=lambda *_: [(6, {}), None])
+    follower._timeout, follower.sequence = timedelta(seconds=0.05), 5
+    with pytest.raises(LiveError, match=r"ranks \[1\] have not made publication 6 within 0.05 s"):
+        follower.poll()
+    assert follower.sequence == 5
 
 
 @pytest.mark.if_changed

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -102,6 +103,9 @@ class EventLog(Log):
             for number, (part, table) in enumerate(tables_of(file, list(kinds), list(kinds.values()))):
                 if self.preset and self.preset.item_length and not number:
                     _check_order(file.path, table, columns, self.preset.item_length)
+                for name, value in self._folders(file):
+                    if name in table.column_names:
+                        values.check_folder(part, name, table.column(name), value)
                 yield self._part(part, table, columns, seen)
         if not seen.rows:
             raise ValueError(f"{self.name}: holds no interactions")
@@ -114,7 +118,7 @@ class EventLog(Log):
             raise ValueError(
                 f"{file.path}: column 'item' holds lists: sequences, which models of the next item stream"
             )
-        folders = self._folders(file)
+        folders = [name for name, _ in self._folders(file) if name not in file.names]
         try:
             found = find_columns(file.names, self.format, file.path, file.booleans())
             if FRACTION in file.names:
@@ -134,11 +138,12 @@ class EventLog(Log):
             raise ValueError(f"{file.path}: no column that is the rating{_not_read(folders)}; or rating=none")
         return found
 
-    def _folders(self, file: File) -> list[str]:
-        """Names of columns that stand in folders alone, as ``rating=5``."""
+    def _folders(self, file: File) -> list[tuple[str, str]]:
+        """Columns and their values that stand in names of folders, as ``rating=5``."""
         below = [] if self.place is None else below_folder(self.place.root, file.path).split("/")[:-1]
-        named_so = [part.partition("=")[0] for part in below if "=" in part]
-        return [name for name in named_so if name not in file.names]
+        return [
+            (name, unquote(value)) for name, sign, value in (part.partition("=") for part in below) if sign
+        ]
 
     def _kinds(self, columns: dict[str, str]) -> dict[str, int]:
         """Of columns in text (`numba_text`), the narrower one where a column has two roles."""

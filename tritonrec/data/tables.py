@@ -35,6 +35,8 @@ SUFFIXES = {
     ".arrow": "arrow", ".arrows": "arrow", ".feather": "arrow", ".ipc": "arrow", ".csv": "csv", ".tsv": "csv",
     ".txt": "csv", ".dat": "csv", ".data": "csv", ".inter": "csv",
 }  # fmt: skip
+OTHERS = {".orc": "ORC", ".avro": "Avro", ".xlsx": "Excel", ".xls": "Excel"}
+"""Kinds of tables that are not read, by their ends: one beside others would be missing in silence."""
 TABLE_ROWS = 1 << 17
 """Rows of a part of a Parquet file, at most."""
 _METADATA = re.compile(r"__index_level_\d+__|__null_dask_index__")
@@ -71,6 +73,12 @@ def open_files(place: LogFiles, kind: str, format: LogFormat) -> list[File]:
 
     Without a kind files of other names are left out, where some have known ones; so are empty files of text.
     """
+    for file in place.files:
+        if not kind and (other := OTHERS.get(Path(file).suffix.lower())):
+            raise ValueError(
+                f"{file}: files of {other} are not read: load the table that pyarrow or pandas makes of it, "
+                "or write it as Parquet"
+            )
     kinds = [kind or kind_of(file) for file in place.files]
     known = [(file, each) for file, each in zip(place.files, kinds, strict=True) if each]
     chosen = known or [(file, "csv") for file in place.files]

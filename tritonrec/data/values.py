@@ -8,6 +8,7 @@ loses something is an error: null, NaN, a fraction, more than int64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -21,6 +22,7 @@ MOST_WHOLE_BITS = {16: 11, 32: 24, 64: 53}
 """By the bits of a floating number: from 2**n on several integers have one."""
 _PLAIN = {kind().id for kind in (pa.int8, pa.int32, pa.int64, pa.float32, pa.float64, pa.string)}
 """The most frequent ones of those that stand for themselves."""
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _LISTS = {getattr(pa.lib, f"Type_{kind}LIST{view}") for kind in ("", "LARGE_") for view in ("", "_VIEW")}
 _LISTS |= {pa.lib.Type_FIXED_SIZE_LIST}
 
@@ -214,6 +216,18 @@ def flags(part: Part, name: str, values: Column, threshold: float | None = None)
     if not known.all():
         part.fail(name, values, ~known, "0 or 1; other numbers take label_threshold=")
     return found
+
+
+def check_folder(part: Part, name: str, values: Column, value: str) -> None:
+    """Raise ValueError where a column differs from the name of a folder of it, ``name=value`` as of Hive."""
+    values = part.plain(name, values)
+    same = pa.array([False] * len(values))
+    with suppress(pa.ArrowException):  # of a type that has no such value
+        expected = pa.scalar(None if value == HIVE_NULL else value, pa.string()).cast(values.type)
+        same = pc.equal(values, expected) if expected.is_valid else pc.is_null(values)
+    wrong = ~np.asarray(pc.fill_null(same, False))
+    if wrong.any():
+        part.fail(name, values, wrong, f"{value!r}, as its folder {name}={value} says: one of them is wrong")
 
 
 def plain(values: Column) -> pa.Array:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .signals import STOP_SIGNALS, end_with_parent
+from .signals import STOP_SIGNALS, end_with_parent, held_back, let_in
 
 LENGTH = 8
 """Bytes that tell the length of a call."""
@@ -50,7 +50,8 @@ def start_process(
     process = multiprocessing.get_context("spawn").Process(
         target=_spawned, args=(_parent(), function, connections, *values), name=name, daemon=True
     )
-    process.start()
+    with held_back():
+        process.start()
     for each in connections:
         each.close()
     return process
@@ -69,7 +70,8 @@ class ForkServer:
         self.process = multiprocessing.get_context("spawn").Process(
             target=_serve, args=(_parent(), there, _packages()), name="fork server", daemon=True
         )
-        self.process.start()
+        with held_back():
+            self.process.start()
         there.close()
         self._requests.settimeout(ANSWER_SECONDS)  # of this end alone
         # At the interpreter's end: after pools have ended, before multiprocessing joins its processes.
@@ -203,8 +205,7 @@ def _packages() -> list[str]:
 
 def _serve(parent: int | None, requests: socket.socket, packages: list[str]) -> None:
     """The server's loop: fork for each request, and report the ends of processes."""
-    for number in STOP_SIGNALS:  # a terminal sends them to all of a group; each rank decides for itself
-        signal.signal(number, signal.SIG_IGN)
+    let_in(signal.SIG_IGN)  # a terminal sends them to all of a group; each rank decides for itself
     if parent is not None:
         end_with_parent(parent)
     torch.set_num_threads(1)
@@ -251,6 +252,7 @@ def _serve(parent: int | None, requests: socket.socket, packages: list[str]) -> 
 
 
 def _spawned(parent: int | None, function: Callable[..., None], connections: Any, *values: Any) -> None:
+    let_in(signal.SIG_DFL)  # as in a forked one
     if parent is not None:
         end_with_parent(parent)
     function(*connections, *values)

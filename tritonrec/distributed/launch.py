@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..files.places import require_current_folder
 from .communicator import TIMEOUT
 from .fork_server import ForkedProcess, start_process
 from .groups import validate_division
@@ -101,6 +102,7 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
+        require_current_folder()
         ranks = self.meshes[-1][0]
         served = start_store() if ranks > 1 else None
         port, secret = 0 if served is None else served.port, token()

@@ -274,6 +274,17 @@ class GrowingText(io.StringIO):
         self._uploaded = time.monotonic()
 
 
+def require_current_folder() -> None:
+    """Raise FileNotFoundError where the current folder was removed: MKL ends the process in such a one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the current folder is not there any more, and libraries of torch end the process in such a one: "
+            "change to another (cd, os.chdir)"
+        ) from None
+
+
 def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
     """Where a path is: local (also ``file://``), or at a URL.
 

@@ -46,6 +46,11 @@ class Announcement:
         self._began = 0.0
         self._timer: threading.Timer | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """Whether something is compiled now."""
+        return self._running > 0
+
     def begin(self) -> None:
         with self._lock:
             self._running += 1

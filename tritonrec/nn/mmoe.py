@@ -16,6 +16,7 @@ import torch
 
 from .. import ops
 from ..kernels.autocast import widen, without_autocast
+from ..kernels.dispatch import is_compiling
 from .modules import MLP, Linear
 
 Choices = list[tuple[torch.Tensor, torch.Tensor]]
@@ -61,6 +62,13 @@ class MMoE(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
         """(L, D) -> logits (L, T); `seq_offsets` (B + 1,) tell which rows are one sample's."""
+        if is_compiling() and not torch.compiler.is_exporting():
+            # How many rows an expert gets depends on values. torch would cut its graph there, between gates
+            # and experts, and add their gradients of `x` in another order.
+            return torch.compiler.disable(self._logits)(x, seq_offsets)
+        return self._logits(x, seq_offsets)
+
+    def _logits(self, x: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
         choices = [self.choose(gate(x, seq_offsets)) for gate in self.gates]
         outputs, place = (self._all if torch.compiler.is_exporting() else self._chosen)(
             x, seq_offsets, choices

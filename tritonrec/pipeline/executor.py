@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from ..kernels.compilation import announcement
 from .check import check
 from .schedule import Task
 from .streams import Streams
@@ -190,11 +191,11 @@ class Executor:
 
     def _wait_until(self, comes: Callable[[], bool]) -> None:
         """Wait on the caller's thread, and name the stages under way after a minute, each set of them once:
-        a call that a disk or a link never answers raises nothing.
+        a call that a disk or a link never answers raises nothing. A kernel that is compiled is no silence.
         """
         while not self._of_caller.wait_for(comes, SILENT_SECONDS):
             stages = frozenset(task.stage for task in self._running.values())
-            if stages in self._told:
+            if stages in self._told or announcement.under_way:
                 continue
             self._told.add(stages)
             running = ", ".join(map(str, self._running.values())) or "none"

@@ -215,13 +215,12 @@ class Flight:
         scale_exponent: int,
         sums: Shown,
     ) -> tuple[torch.Tensor, Shown]:
-        """`losses_of` the samples of a micro-batch, whose rows are compared first where that is due."""
+        """`losses_of` the samples of a micro-batch, inside of the guard's `around_window_loss`."""
         if not batch.num_samples:
             return torch.zeros(0, dtype=torch.float32, device=positions.device), {}
-        given = window, positions, seed, settings, scale_exponent
-        self.guard.check_window_loss(batch, *given, sums)
+        given = window, positions, seed, settings, scale_exponent, self.accumulator, sums
         with self._model_call(scale_exponent):
-            return losses_of(self.model, batch, *given, self.accumulator, sums)
+            return losses_of(self.model, batch, *given, self.guard.see_loss)
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:

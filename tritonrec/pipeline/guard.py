@@ -19,7 +19,6 @@ import torch
 from .. import ops
 from ..data import Batch
 from ..embedding import HashTableCollection
-from ..embedding.table import DynamicTable
 from ..kernels import launch
 from ..kernels.checksums import checksum, same_bits
 from ..kernels.compilation import say_once
@@ -31,6 +30,7 @@ from .attributes import Attributes, Contents
 from .by_place import Call, first_by_place
 from .compiled import ONE_CALLS, Compilation
 from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
+from .known_rows import KnownRows
 from .looks import DrawError, Ops, path_of
 from .model_call import CallerSettings, Shown, modes_kept, sees_window, train_micro_batch, versions
 from .precision import unscaled
@@ -101,6 +101,9 @@ class Guard:
         self._paths: set[frozenset[tuple[str, str]]] = set()  # of calls, by `path_of`
         self._way: frozenset[tuple[str, str]] | None = None  # of the call under way, once `see` knows it
         self._looks, self._looks_next = False, True
+        self._losses = 0  # calls of `around_window_loss`
+        self._loss_paths: set[frozenset[tuple[str, str]]] = set()
+        self._loss_ways: set[frozenset[tuple[str, str]]] = set()  # of the call under way
 
     def begin_run(self) -> None:
         """What no module shows may have changed, as an attribute: the next call is looked at."""
@@ -110,6 +113,11 @@ class Guard:
         """The losses of a training call, or what its samples show, before their backward."""
         if self._looks:
             self._way = path_of(shown)
+
+    def see_loss(self, losses: torch.Tensor) -> None:
+        """As `see`, of what a `window_loss` returns."""
+        if self.active and len(self._loss_paths) < MOST_PATHS:
+            self._loss_ways.add(path_of(losses))
 
     def begin(self) -> None:
         """The model may be another one: if its modules, hooks, switches, parameters or buffers are, sizes
@@ -184,44 +192,79 @@ class Guard:
             name = next(name for name, old, new in changed if old != new)
             raise NotBatchInvariantError(f"whose call changed buffer {name}", blame_buffer(self._model, name))
 
-    def check_window_loss(
+    @contextmanager
+    def around_window_loss(
         self,
-        batch: Batch,
+        parts: list[Batch],
         window: Shown,
         positions: torch.Tensor,
         seed: Seed,
         settings: CallerSettings,
         scale_exponent: int,
         sums: Shown,
-    ) -> None:
-        """Compare the losses of a micro-batch's samples, and their gradients, with those of its parts.
+    ) -> Iterator[None]:
+        """Around the losses of a batch's micro-batches: losses and gradients of all its samples are compared
+        with those of its parts, where that is due or a loss goes another way (`see_loss`).
+
+        Args: as `losses_of` takes them, for all `parts` one after the other.
 
         Raises `NotBatchInvariantError`.
         """
-        size, count = (-1, batch.num_samples.bit_length()), batch.num_samples
-        if not self.active or count == 1 or size in self._sizes:
+        if not self.active or len(positions) < 2:
+            yield
             return
-        found = []
+        filled = [part for part in parts if part.num_samples]
+        given = filled, window, positions, seed, settings, scale_exponent, sums
+        size = -1, len(positions).bit_length()
+        self._losses += 1
+        number = self._losses
+        again = number >= EARLY and not number & (number - 1)
+        again |= ops.derive_seed(self._config.seed, STREAM + 2, number) % EVERY == 0
+        most = FEW_SAMPLES if size in self._sizes else MOST_SAMPLES
+        if again or most == MOST_SAMPLES:
+            self._compare_window_loss(*given, most)
+            self._sizes.add(size)
+        self._loss_ways.clear()
+        yield
+        new = self._loss_ways - self._loss_paths
+        self._loss_paths |= new
+        if new and not again and most == FEW_SAMPLES:
+            self._compare_window_loss(*given, most)
+
+    def _compare_window_loss(
+        self,
+        parts: list[Batch],
+        window: Shown,
+        positions: torch.Tensor,
+        seed: Seed,
+        settings: CallerSettings,
+        scale_exponent: int,
+        sums: Shown,
+        most: int,
+    ) -> None:
+        batch, found = parts[0] if len(parts) == 1 else type(parts[0]).concat(parts), []
         # A generator of its own: a comparison draws nothing
         # from torch's, whose state belongs to the training.
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(count), device="cpu")[
-            :MOST_SAMPLES
-        ]
-        # All together, then one sample and the rest: any dependence on company differs between the two.
-        for cut in ([len(order)], [1, len(order) - 1]):
-            accumulator = GradientAccumulator(self._model, self._config.fraction_bits)
-            totals, calls = {name: torch.zeros_like(each) for name, each in sums.items()}, []
-            with accumulator.empty_gradients():
-                accumulator.scale_exponent = scale_exponent
-                for part in order.split(cut):
-                    of_part = batch.select(part), window, positions[part.to(positions.device)]
-                    losses, own = losses_of(
-                        self._model, *of_part, seed, settings, scale_exponent, accumulator, totals
-                    )
-                    calls.append([losses, *own.values()])
-                by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
-                found.append([*by_sample, *totals.values(), accumulator.take_flat()])
-        self._sizes.add(size)
+        random = torch.Generator().manual_seed(batch.step)
+        order = torch.randperm(len(positions), generator=random, dtype=torch.int64, device="cpu")[:most]
+        # All together, then one sample, as many as training computes, and the rest: any dependence on company
+        # differs between the two.
+        trained = min(parts[0].num_samples, len(order) - 1)
+        with _without_traces(self._model):
+            for cut in ([len(order)], [1, trained, len(order) - 1 - trained]):
+                accumulator = GradientAccumulator(self._model, self._config.fraction_bits)
+                totals, calls = {name: torch.zeros_like(each) for name, each in sums.items()}, []
+                with accumulator.empty_gradients():
+                    accumulator.scale_exponent = scale_exponent
+                    for part in order.split(cut):
+                        if not len(part):
+                            continue
+                        of_part = batch.select(part), window, positions[part.to(positions.device)]
+                        given = seed, settings, scale_exponent, accumulator, totals
+                        losses, own = losses_of(self._model, *of_part, *given, lambda _: None)
+                        calls.append([losses, *own.values()])
+                    by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
+                    found.append([*by_sample, *totals.values(), accumulator.take_flat()])
         if not all(map(same_bits, *found)):
             raise NotBatchInvariantError(
                 "whose window_loss of a sample depends on which others are computed with it, and not on the "
@@ -319,37 +362,6 @@ class Guard:
             return batch
 
 
-@dataclass(frozen=True)
-class KnownRows:
-    """Rows of one table: keys (K,) int64, ascending, and values (K, dim) float32."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor, inverse: torch.Tensor) -> KnownRows:
-        """From keys (n,) with repeats, whose values are ``values[inverse]``."""
-        # One key of each row: a few of a batch's many occurrences are sorted, and no row is copied twice.
-        one = torch.full((len(values),), -1, dtype=torch.int64, device=keys.device)
-        one[inverse] = torch.arange(len(keys), dtype=torch.int64, device=keys.device)
-        used = (one >= 0).nonzero()[:, 0]
-        distinct, order = keys[one[used]].sort()
-        return cls(distinct, launch.gather_rows(values, used[order]).to(torch.float32))
-
-    def restricted(self, keys: torch.Tensor, table: DynamicTable) -> KnownRows:
-        """Rows of keys (n,) alone, with repeats; those not here have the initial rows of their `table`."""
-        wanted = torch.unique(keys)
-        values = table.initial_rows(wanted)[:, : table.dim].to(wanted.device)
-        if len(self.keys):
-            places = self.places(wanted).clamp_(max=len(self.keys) - 1)
-            values = torch.where((self.keys[places] == wanted)[:, None], self.values[places], values)
-        return KnownRows(wanted, values)
-
-    def places(self, keys: torch.Tensor) -> torch.Tensor:
-        """(n,) int64 of keys (n,)."""
-        return torch.searchsorted(self.keys, keys)
-
-
 @dataclass
 class _Outcome:
     """What training takes from calls of the model.
@@ -409,7 +421,7 @@ class _Calls:
         elif count > FEW_SAMPLES:  # halves: nearly all samples have what all have, as the largest one
             sizes[-1:] = [sizes[-1] // 2, sizes[-1] - sizes[-1] // 2]
         parts = order.split(sizes)
-        with self._without_traces() as (buffers, attributes):
+        with _without_traces(self.model) as (buffers, attributes):
             # A batch of its own: what a call sets on it, or writes into it, is not what training gets.
             own_batch = batch.select(torch.arange(count, dtype=torch.int64, device="cpu"))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
@@ -433,7 +445,7 @@ class _Calls:
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
             if count > 1:  # a sample without others is called twice on end instead
-                self._put_back(buffers)
+                _put_back(self.model, buffers)
                 attributes.put_back()
                 if first is not None:
                     first.put_back_changed()
@@ -555,26 +567,28 @@ class _Calls:
             found = otherwise
         raise NotBatchInvariantError(what, found)
 
-    @contextmanager
-    def _without_traces(self) -> Iterator[tuple[dict[str, torch.Tensor], Attributes]]:
-        """Inside, the model is called beside its training. Yields buffers and attributes as before."""
-        buffers = {name: each.clone() for name, each in self.model.named_buffers()}
-        attributes = Attributes(self.model)
-        try:
-            with ExitStack() as stack:
-                if Compilation(self.model, None).compiles:  # which has a comparison of its own
-                    stack.enter_context(ONE_CALLS)
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                yield buffers, attributes
-        finally:
-            self._put_back(buffers)
-            attributes.put_back()
 
-    def _put_back(self, buffers: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, each in self.model.named_buffers():
-                if name in buffers and not same_bits(each, buffers[name]):
-                    each.copy_(buffers[name])
+@contextmanager
+def _without_traces(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], Attributes]]:
+    """Inside, the model is called beside its training. Yields buffers and attributes as before."""
+    buffers = {name: each.clone() for name, each in model.named_buffers()}
+    attributes = Attributes(model)
+    try:
+        with ExitStack() as stack:
+            if Compilation(model, None).compiles:  # which has a comparison of its own
+                stack.enter_context(ONE_CALLS)
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield buffers, attributes
+    finally:
+        _put_back(model, buffers)
+        attributes.put_back()
+
+
+def _put_back(model: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, each in model.named_buffers():
+            if name in buffers and not same_bits(each, buffers[name]):
+                each.copy_(buffers[name])
 
 
 def _size(batch: Batch) -> tuple[int, int]:

@@ -98,6 +98,8 @@ def samples_of(model: torch.nn.Module, batch: Batch, seed: Seed) -> AbstractCont
 
 Shown = dict[str, torch.Tensor]
 """By name what samples show to the others of their global batch, (b, ...)."""
+See = Callable[[Any], None]
+"""What sees the results of a call before their backward."""
 ID = ""
 """The name of the sample id among what is shown."""
 DRAWN = 0x73686F77  # one Philox stream for gradients that are drawn
@@ -198,7 +200,7 @@ def train_micro_batch(
     scale_exponent: int = 0,
     dlosses: torch.Tensor | None = None,
     gradients_of: Callable[[Represented], Shown] | None = None,
-    see: Callable[[Any], None] = lambda _: None,
+    see: See = lambda _: None,
 ) -> torch.Tensor:
     """Forward, and backward of the losses' sum times ``2**scale_exponent``; returns the losses (B,) float32.
 
@@ -242,7 +244,7 @@ def backward_of(
     settings: CallerSettings,
     scale_exponent: int,
     dlosses: torch.Tensor | None = None,
-    see: Callable[[Any], None] = lambda _: None,
+    see: See = lambda _: None,
 ) -> None:
     """Backward of what the model returned `now`; errors and arguments as of `train_micro_batch`."""
     check_losses(losses, batch)
@@ -265,7 +267,7 @@ def _backward_of_shown(
     settings: CallerSettings,
     scale_exponent: int,
     gradients_of: Callable[[Represented], Shown],
-    see: Callable[[Any], None],
+    see: See,
 ) -> torch.Tensor:
     represented = Represented.of(shown, batch)
     see(shown)

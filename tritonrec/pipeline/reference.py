@@ -196,7 +196,7 @@ class _LossOfBatch:
         sums = gathered.zeros(exact=True)
         self.losses, own = losses_of(
             self.model, self.batch, gathered.shown, gathered.positions, self.seed, self.settings,
-            self.scale_exponent, self.accumulator, sums,
+            self.scale_exponent, self.accumulator, sums, lambda _: None,
         )  # fmt: skip
         bits = self.accumulator.fraction_bits
         assert bits is not None

@@ -21,7 +21,7 @@ from ..data.splits import Part
 from ..distributed import Communicators
 from ..embedding import HashTableCollection
 from ..embedding.warm_start import Choice, WarmStart
-from ..files.places import Place
+from ..files.places import Place, require_current_folder
 from ..kernels.dispatch import default_impl, usable_device
 from ..settings import no_copy, typed
 from ..trace import NullRecorder, SupportsRecording
@@ -117,6 +117,7 @@ class Trainer:
         graphs: MicroBatchGraphs | Literal["auto"] | None = "auto",
         trust_model: bool = False,
     ):
+        require_current_folder()
         self.mode, self.config, self.tables = mode, config or WindowConfig(), tables
         device = torch.device(device)
         validate_groups(communicators.communication, device)

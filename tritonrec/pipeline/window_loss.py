@@ -28,7 +28,7 @@ from ..distributed import Communicator
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import recording
-from .model_call import ID, CallerSettings, Column, Represented, Shown, backward_of, samples_of
+from .model_call import ID, CallerSettings, Column, Represented, See, Shown, backward_of, samples_of
 from .precision import unscaled
 from .streams import to_host
 from .sums import Sent, Sums, counted_all_to_all
@@ -161,12 +161,12 @@ class _ByName(Shown):
 
 def losses_of(
     model: torch.nn.Module, batch: Batch, window: Shown, positions: torch.Tensor, seed: Seed,
-    settings: CallerSettings, scale_exponent: int, accumulator: GradientAccumulator, sums: Shown,
+    settings: CallerSettings, scale_exponent: int, accumulator: GradientAccumulator, sums: Shown, see: See,
 ) -> tuple[torch.Tensor, Shown]:  # fmt: skip
     """Losses (b,) of the samples of `batch`, and by name the gradients (b, ...) of their own rows.
 
     The gradients of `window` are added to `sums`, those of parameters to the accumulator. Both are of the
-    losses' sum.
+    losses' sum; `see` gets the losses.
 
     Raises TypeError for a gradient of `window` without an exact sum, where sums are exact, ValueError where
     `window_loss` reads or records what it cannot.
@@ -185,7 +185,7 @@ def losses_of(
         losses = model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
         if recorded:
             raise ValueError(f"window_loss records {', '.join(recorded)}: nn.record takes outputs of forward")
-        backward_of(losses, batch, now, settings, scale_exponent)
+        backward_of(losses, batch, now, settings, scale_exponent, see=see)
     rest = {name: each.grad for name, each in candidates.items() if each.grad is not None}
     if rest and exact:
         raise TypeError(

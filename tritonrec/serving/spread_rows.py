@@ -189,8 +189,15 @@ class SpreadFollower:
         if self._ranks is None:
             self._ranks = RowRanks(self._count, self._timeout, _follow, self._url)
         for _ in range(TRIES):
-            at = self._front.sequence
+            at, seconds = self._front.sequence, self._timeout.total_seconds()
+            limit = time.monotonic() + seconds
             while None in (reached := self._ranks.ask(_advance, at, self.sequence)):
+                if time.monotonic() > limit:
+                    late = [rank for rank, each in enumerate(reached) if each is None]
+                    raise LiveError(
+                        f"ranks {late} have not made publication {at} within {seconds:g} s: does their sink "
+                        "answer? What is served stays, and the next poll goes on"
+                    )
                 time.sleep(AT_ONCE)  # requests come between
             if all(sequence == at for sequence, _ in reached):
                 self._check(at, [rows for _, rows in reached])

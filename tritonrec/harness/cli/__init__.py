@@ -18,7 +18,7 @@ from typer.models import OptionInfo
 
 from ...host_memory import keep_freed_memory
 from ...version import __version__
-from .declared import FILE, command_of
+from .declared import FILE, check_numbers, command_of
 
 COMMANDS = {
     "verify": "Prove that the pipelined modes equal synchronous training in every bit.",
@@ -84,9 +84,11 @@ def load(name: str) -> Any:
 
 def told(name: str, words: list[str]) -> Any:
     """The command `name` as it is declared, for its help and wrong options; with right ones it is called."""
-    command = _made(name, command_of(json.loads(FILE.read_text())[name]))
+    declarations = json.loads(FILE.read_text())
+    command = _made(name, command_of(declarations[name]))
 
     def invoke(ctx: Any) -> Any:
+        check_numbers(ctx.params, declarations["train"])
         loaded = load(name)
         return loaded.invoke(loaded.make_context(name, list(words), parent=ctx.parent))
 
@@ -148,10 +150,12 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As of its base."""
         if args and args[0] in COMMANDS:
+            from ...files.places import require_current_folder
+
             try:
-                Path.cwd()
-            except FileNotFoundError:  # where libraries end the process
-                raise typer.BadParameter("the current folder is not there any more: cd to another") from None
+                require_current_folder()
+            except FileNotFoundError as error:
+                raise typer.BadParameter(str(error)) from None
             name, *words = args
             self.commands[name] = told(name, words)
         return super().resolve_command(ctx, args)

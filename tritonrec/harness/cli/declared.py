@@ -9,7 +9,10 @@ of all commands as typer takes them.
 from __future__ import annotations
 
 import inspect
+import math
+import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -30,7 +33,7 @@ def declaration_of(command: Callable[..., Any]) -> Declaration:
     """The options of a command as JSON holds them, and its docstring."""
     parameters = inspect.signature(command, eval_str=True).parameters.values()
     options = [_option_of(each) for each in parameters if each.annotation is not typer.Context]
-    return {"doc": command.__doc__, "options": options}
+    return {"doc": command.__doc__, "options": options, "keys": getattr(command, "keys", {})}
 
 
 def command_of(declaration: Declaration) -> Callable[..., None]:
@@ -44,6 +47,30 @@ def command_of(declaration: Declaration) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def check_numbers(given: dict[str, Any], settings: Declaration) -> None:
+    """Raise BadParameter for NaN among the options that are given, and for a number out of bounds in the file
+    that is their `config`, whose keys are options of the `settings`. What else is wrong the command says.
+    """
+    for name, value in given.items():
+        if value != value:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} must be a number, got {value}")
+    file, tables = given.get("config"), dict[str, Any]()
+    if isinstance(file, Path) and file.is_file():
+        with suppress(OSError, ValueError, RecursionError):
+            tables = tomllib.loads(file.read_text("utf-8-sig"))
+    options = {each["name"]: each for each in settings["options"]}
+    for key, option in settings["keys"].items():
+        found: Any = tables
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        kind, shown = options[option]["kind"], options[option]["shown"]
+        least, most = shown.get("min", -math.inf), shown.get("max", math.inf)
+        is_number = type(found) is int or (type(found) is float and kind == "float")
+        if kind in ("int", "float") and is_number and not least <= found <= most:
+            number = "a whole number" if kind == "int" else "a number"
+            raise typer.BadParameter(f"{file}: {key} takes {number} from {least} to {most}, got {found}")
 
 
 def _option_of(parameter: inspect.Parameter) -> Declaration:

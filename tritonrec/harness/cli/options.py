@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from ...settings import KEY, Setting, option_of
-from ..train.config import read_config
+from ..train.config import keys_of, read_config
 from .outputs import checked
 from .words import PARSERS
 
@@ -120,6 +120,10 @@ def with_options(
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in offered.values()]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
+        if config:
+            settings = {name: each.setting for name, each in keys_of(plans[config]).items() if each.setting}
+            options = {name: each.option or name.split(".")[-1] for name, each in settings.items()}
+            run.keys = {key: name for key, name in options.items() if name in offered}  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -13,6 +13,8 @@ from types import FrameType
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 ASK_AGAIN_SECONDS = 0.5
 """Ranks of a pool forget what was asked of them before they read their task."""
+END_SECONDS = 5.0
+"""After a second signal, for what ends first: a lane may compile a kernel, which nothing stops."""
 
 
 @dataclass
@@ -29,13 +31,15 @@ class Stop:
 
 @contextmanager
 def graceful_stop(request: Callable[[], None], after: str = "step") -> Iterator[Stop]:
-    """Inside, the first SIGINT, SIGTERM or SIGHUP calls `request`; a second one raises SystemExit.
+    """Inside, the first SIGINT, SIGTERM or SIGHUP calls `request`; a second one raises SystemExit. A third,
+    or `END_SECONDS`, ends the process.
 
     `request` is called from another thread, again and again until the end. Ignored signals stay ignored.
     `after` says in the message where the end will be. Outside of the main thread, where Python allows no
     handlers, nothing changes.
     """
     stop, over = Stop(), threading.Event()
+    ending = list[threading.Timer]()
 
     def ask() -> None:
         while not over.is_set():
@@ -43,7 +47,12 @@ def graceful_stop(request: Callable[[], None], after: str = "step") -> Iterator[
             over.wait(ASK_AGAIN_SECONDS)
 
     def handle(number: int, _frame: FrameType | None) -> None:
+        if ending:
+            os._exit(128 + number)
         if stop.signal:
+            ending.append(threading.Timer(END_SECONDS, os._exit, [128 + number]))
+            ending[0].daemon = True
+            ending[0].start()
             raise SystemExit(128 + number)
         stop.signal = number
         again = " (Ctrl-C again ends at once)" if number == signal.SIGINT else ""
@@ -60,5 +69,7 @@ def graceful_stop(request: Callable[[], None], after: str = "step") -> Iterator[
         yield stop
     finally:
         over.set()
+        for timer in ending:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)

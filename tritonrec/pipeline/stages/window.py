@@ -195,23 +195,13 @@ def window_loss(
     for first in range(0, context.config.window_micro_batches, count):
         every = range(first, first + count)
         gathered = gather([representations[i] for i in every], reduce, counts)
-        totals, done, found = gathered.zeros(context.sums.exact), 0, []
-        for i in every:
-            part = samples[i]
-            positions = gathered.positions[done : done + part.num_samples]
-            done += part.num_samples
-            with flight.calls:
-                found.append(
-                    flight.window_loss(
-                        part,
-                        gathered.shown,
-                        positions,
-                        _seed(context, part),
-                        window.settings,
-                        exponent,
-                        totals,
-                    )
-                )
+        totals, parts, found = gathered.zeros(context.sums.exact), [samples[i] for i in every], []
+        given = _seed(context, parts[0]), window.settings, exponent, totals
+        positions = gathered.positions.split([part.num_samples for part in parts])
+        around = flight.guard.around_window_loss(parts, gathered.shown, gathered.positions, *given)
+        with flight.calls, around:
+            for part, own in zip(parts, positions, strict=True):
+                found.append(flight.window_loss(part, gathered.shown, own, *given))
         # Each sample has shown itself to the losses of all ranks: its gradient is the sum of what they found.
         others = gathered.of_candidates(totals, context.sums, reduce, counts)
         done = 0
