@@ -4,8 +4,6 @@ Triton's interpreter runs the kernels on the CPU; a GPU runs them itself where t
 `tests/emulator/test_cached_pages.py`.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from impls import GPU, TRITON
@@ -72,9 +70,8 @@ def test_a_device_that_is_the_cpu_has_the_bits_of_a_predictor(tmp_path):
         exports = Exports(tmp_path / precision, True, precision, HSTU)
         full, histories, times = exports.full[0], [[3, 7], [5] * LONGEST], [[1, 9], list(range(LONGEST))]
         device = DevicePredictor(full, "cpu")
-        assert torch.equal(
-            device.scores(histories, timestamps=times), full.scores(histories, timestamps=times)
-        )
+        got, want = (each.scores(histories, timestamps=times) for each in (device, full))
+        assert torch.equal(got, want)
         items = torch.tensor([5, -1, 5, 70])
         assert torch.equal(device.scores([3], items, [1]), full.scores([3], items, [1]))
         for k, exclude in ((4, "history"), (60, None), (1, [[1, 1, 2, 999], []])):
@@ -163,7 +160,7 @@ def test_what_a_device_cannot_do_is_refused_by_name(tmp_path):
         other = HSTU(HSTUConfig(**SIZES | {"heads": 4, "qk_dim": 4, "v_dim": 6}))
         CachedPredictor(DevicePredictor(full, "cpu"), other)
     full.tables["item"].weights[3] = torch.inf
-    with pytest.raises(ValueError, match="the score of row 0 for item 3 is -?inf"):
+    with pytest.raises(ValueError, match=r"the score of row 0 for item \d+ is (-?inf|nan)"):
         DevicePredictor(full, "cpu").retrieve([5], 2)
 
 

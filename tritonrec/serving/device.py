@@ -1,8 +1,8 @@
 """An exported model that computes on an accelerator, by the ops that its training ran there.
 
-Embedding rows lie on the host, where ids are looked up; layers, scores and the search are the device's. Its bits
-are those of the trainer's evaluation on this device, which are not the CPU's: a device has an exponential and
-an order of products of its own. Like the CPU's they do not depend on the batch.
+Embedding rows lie on the host, where ids are looked up; layers, scores and the search are the device's. Its
+bits are those of the trainer's evaluation on this device, which are not the CPU's: a device has an
+exponential and an order of products of its own. Like the CPU's they do not depend on the batch.
 
 Dimensions: B users, L events, I items, d model dimension.
 """
@@ -42,8 +42,8 @@ class DevicePredictor(Predictor):
         self.device = usable_device(device)
         if "layers" not in dense:
             raise ValueError(
-                "the export does not say which layers it has, as those of an HSTU or a SASRec do: serve it on "
-                "the CPU, or export it again"
+                "the export does not say which layers it has, as those of an HSTU or a SASRec do: serve it "
+                "on the CPU, or export it again"
             )
         try:
             model = described_model(dense, exact.program)

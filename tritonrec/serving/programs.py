@@ -164,8 +164,8 @@ class InPrecision(torch.nn.Module):
             return widen(found)
         if not isinstance(found, tuple) or not all(isinstance(each, Tensor) for each in found):
             raise TypeError(
-                f"{type(self.module).__name__} returns {type(found).__name__}, and an exported scorer returns "
-                "a tensor, or a tuple of tensors"
+                f"{type(self.module).__name__} returns {type(found).__name__}, and an exported scorer "
+                "returns a tensor, or a tuple of tensors"
             )
         return tuple(map(widen, found))
 

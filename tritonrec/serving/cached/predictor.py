@@ -185,8 +185,8 @@ class CachedPredictor(UserHistories):
             self._pages.drop(user)
 
     def encode(self, users: Sequence[User]) -> Tensor:
-        """User vectors (B, d) float32 on the predictor's device, each user as often as named; computes what is
-        missing, and caches it.
+        """User vectors (B, d) float32 on the predictor's device, each user as often as named; computes what
+        is missing, and caches it.
 
         Raises KeyError for a user without a history, and ValueError for one without events.
         """
