@@ -4,6 +4,8 @@ Triton's interpreter runs the kernels on the CPU; a GPU runs them itself where t
 `tests/emulator/test_cached_pages.py`.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from impls import GPU, TRITON
@@ -19,15 +21,27 @@ from tritonrec.serving.device import DevicePredictor, on_device
 DEVICE = "cuda" if GPU else "cpu"
 
 
-class OnDevice(Exports):
-    """As `Exports`, computed and cached on a device, with two pages for all users there."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    kinds = {}
 
-    def __init__(self, folder, timed, kind, host_pages=0, device=DEVICE):
-        super().__init__(folder, timed, "float32", kind)
-        self.full = [DevicePredictor(each, device) for each in self.full]
+    def of(timed, precision="float32", kind=HSTU):
+        if (timed, precision, kind) not in kinds:
+            kinds[timed, precision, kind] = Exports(tmp_path_factory.mktemp("device"), timed, precision, kind)
+        return kinds[timed, precision, kind]
+
+    return of
+
+
+class OnDevice:
+    """`Exports` that are computed and cached on a device, with two pages there for all users."""
+
+    def __init__(self, exports, host_pages=0, device=DEVICE):
+        self.model, self.paths = exports.model, exports.paths
+        self.full = [DevicePredictor(each, device) for each in exports.full]
         self.host_memory = host_pages * PAGE_BYTES
 
-    def cached(self, memory="4MiB", version=0):
+    def cached(self, memory, version=0):
         return CachedPredictor(self.full[version], self.model(), 2 * PAGE_BYTES, self.host_memory)
 
 
@@ -55,8 +69,8 @@ def life(exports):
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 @pytest.mark.parametrize(("timed", "kind"), [(True, HSTU), (False, SASRec)], ids=["hstu", "sasrec"])
 @pytest.mark.parametrize("host_pages", [0, 3])
-def test_a_life_in_a_devices_pages_has_the_bits_of_recomputation(tmp_path, impl, timed, kind, host_pages):
-    exports = OnDevice(tmp_path, timed, kind, host_pages, DEVICE if impl == "triton" else "cpu")
+def test_a_life_in_a_devices_pages_has_the_bits_of_recomputation(made, impl, timed, kind, host_pages):
+    exports = OnDevice(made(timed, kind=kind), host_pages, DEVICE if impl == "triton" else "cpu")
     with use_impl(impl):
         evicted, _ = life(exports)
     tokens = 3 + PAGE + 1 + 1 + 3 * (2 + timed)
@@ -64,34 +78,37 @@ def test_a_life_in_a_devices_pages_has_the_bits_of_recomputation(tmp_path, impl,
     assert (evicted.host_pages_used > 0) == (host_pages > 0)
 
 
-def test_a_device_that_is_the_cpu_has_the_bits_of_a_predictor(tmp_path):
-    """Of one precision and the other; so what differs on a device is its arithmetic alone."""
-    for precision in ("float32", "bf16"):
-        exports = Exports(tmp_path / precision, True, precision, HSTU)
-        full, histories, times = exports.full[0], [[3, 7], [5] * LONGEST], [[1, 9], list(range(LONGEST))]
-        device = DevicePredictor(full, "cpu")
-        got, want = (each.scores(histories, timestamps=times) for each in (device, full))
-        assert torch.equal(got, want)
-        items = torch.tensor([5, -1, 5, 70])
-        assert torch.equal(device.scores([3], items, [1]), full.scores([3], items, [1]))
-        for k, exclude in ((4, "history"), (60, None), (1, [[1, 1, 2, 999], []])):
-            got = device.retrieve(histories, k, times, exclude)
-            want = full.retrieve(histories, k, times, exclude)
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        none = torch.empty(0, dtype=torch.int64)
-        ids, scores = device.best_without(torch.empty(0, 16), 3, none, torch.zeros(1, dtype=torch.int64))
-        assert ids.shape == scores.shape == (0, 3)
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_device_that_is_the_cpu_has_the_bits_of_a_predictor(made, precision):
+    """So what differs on a device is its arithmetic alone."""
+    exports = made(True, precision)
+    full, histories, times = exports.full[0], [[3, 7], [5] * LONGEST], [[1, 9], list(range(LONGEST))]
+    device = DevicePredictor(full, "cpu")
+    got, want = (each.scores(histories, timestamps=times) for each in (device, full))
+    assert torch.equal(got, want)
+    items = torch.tensor([5, -1, 5, 70])
+    assert torch.equal(device.scores([3], items, [1]), full.scores([3], items, [1]))
+    for k, exclude in ((4, "history"), (60, None), (1, [[1, 1, 2, 999], []])):
+        got = device.retrieve(histories, k, times, exclude)
+        want = full.retrieve(histories, k, times, exclude)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    none = torch.empty(0, dtype=torch.int64)
+    ids, scores = device.best_without(torch.empty(0, 16), 3, none, torch.zeros(1, dtype=torch.int64))
+    assert ids.shape == scores.shape == (0, 3)
 
 
-def test_the_best_items_of_many_users_are_searched_in_groups(tmp_path, monkeypatch):
+def test_the_best_items_of_many_users_are_searched_in_groups(made, monkeypatch):
     """Equal scores too: of the same weights the smaller id comes first."""
-    full = Exports(tmp_path, False, "float32", HSTU).full[0]
+    full = made(True).full[0]
+    monkeypatch.setitem(
+        full.tables, "item", replace(full.tables["item"], weights=full.tables["item"].weights.clone())
+    )
     full.tables["item"].weights[10:30] = full.tables["item"].weights[10]
     monkeypatch.setattr("tritonrec.serving.device.SCORES", 2 * len(full.item_ids))
     histories = [[3, 7], [1], [2, 9], [5], [8, 8, 8]]
-    for got, want in zip(
-        DevicePredictor(full, "cpu").retrieve(histories, 40), full.retrieve(histories, 40), strict=True
-    ):
+    times = [[0] * len(each) for each in histories]
+    device = DevicePredictor(full, "cpu")
+    for got, want in zip(*(each.retrieve(histories, 40, times) for each in (device, full)), strict=True):
         assert torch.equal(got, want)
 
 
@@ -125,8 +142,8 @@ def test_pages_behind_keep_what_a_device_has_no_room_for():
         Pages(2 * 2 * PAGE * 3 * 4, 2, 3, torch.float32, 2 * PAGE, behind=100)
 
 
-def test_what_a_device_cannot_do_is_refused_by_name(tmp_path):
-    exports = Exports(tmp_path, False, "float32", HSTU)
+def test_what_a_device_cannot_do_is_refused_by_name(made, monkeypatch):
+    exports = made(True)
     full, layers = exports.full[0], exports.full[0].manifest["dense"]["layers"]
     with pytest.raises(ValueError, match="there is no device 'gpu'"):
         on_device(full, "gpu")
@@ -157,23 +174,25 @@ def test_what_a_device_cannot_do_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match="FuXi has no cached inference"):
         CachedPredictor(DevicePredictor(full, "cpu"), FuXi(FuXiConfig(dim=16, max_seq_len=LONGEST)))
     with pytest.raises(ValueError, match="other bits than the export's program"):
-        other = HSTU(HSTUConfig(**SIZES | {"heads": 4, "qk_dim": 4, "v_dim": 6}))
+        other = HSTU(HSTUConfig(relative_bias=True, **SIZES | {"heads": 4, "qk_dim": 4, "v_dim": 6}))
         CachedPredictor(DevicePredictor(full, "cpu"), other)
+    items = full.tables["item"]
+    monkeypatch.setitem(full.tables, "item", replace(items, weights=items.weights.clone()))
     full.tables["item"].weights[3] = torch.inf
     with pytest.raises(ValueError, match=r"the score of row 0 for item \d+ is (-?inf|nan)"):
-        DevicePredictor(full, "cpu").retrieve([5], 2)
+        DevicePredictor(full, "cpu").retrieve([5], 2, [1])
 
 
-def test_a_server_on_a_device_answers_both_ways_in_its_bits(tmp_path, monkeypatch):
+def test_a_server_on_a_device_answers_both_ways_in_its_bits(made, monkeypatch):
     """Histories in the request and users' events, of a folder and of what follows it."""
     from tritonrec.serving.server.bodies import Retrieve
     from tritonrec.serving.server.model import Change
     from tritonrec.serving.server.model import Served as OfServer
 
-    exports, made = Exports(tmp_path, False, "float32", HSTU), []
+    exports, devices = made(False), []
     monkeypatch.setattr(
         "tritonrec.serving.server.model.on_device",
-        lambda predictor, device: made.append(device) or DevicePredictor(predictor, "cpu"),
+        lambda predictor, device: devices.append(device) or DevicePredictor(predictor, "cpu"),
     )
     served = OfServer(lambda: exports.full[0], exports.model(), "1MiB", "1MiB", "cuda")
     for version in range(2):
@@ -185,4 +204,4 @@ def test_a_server_on_a_device_answers_both_ways_in_its_bits(tmp_path, monkeypatc
         for body in ({"histories": [history]}, {"users": ["ann"]}):
             (answer,) = served.answer([Retrieve(k=4, **body)])
             assert answer["items"] == items.tolist() and answer["scores"] == scores.tolist()
-    assert made == ["cuda"] * 3
+    assert devices == ["cuda"] * 3

@@ -72,7 +72,7 @@ class DevicePredictor(Predictor):
     def best_without(self, vectors: Tensor, k: int, places: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         """As of its base; ValueError where a score is not finite."""
         found: list[tuple[Tensor, Tensor]] = []
-        size = max(1, SCORES // len(self._whole))
+        size = max(1, SCORES // max(1, len(self._whole)))
         for first in range(0, len(vectors), size):
             own = offsets[first : first + size + 1]
             scores = ops.linear(vectors[first : first + size], self._whole, None)
