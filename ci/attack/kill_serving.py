@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +38,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
@@ -121,9 +122,9 @@ class Server:
 
     def kill_rank(self, draw: random.Random) -> None:
         """One of its ranks, if they have started; it starts them all anew."""
-        with suppress(psutil.NoSuchProcess):
-            if ranks := psutil.Process(self._process.pid).children(recursive=True):
-                draw.choice(ranks).kill()
+        if ranks := descendants_of(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(ranks), signal.SIGKILL)
 
     def kill(self) -> None:
         self._process.kill()
@@ -177,6 +178,16 @@ class Redis:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def descendants_of(pid: int | None) -> list[int]:
+    """Processes that it started, and those that these did."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    own = [child for child, parent in parents.items() if parent == pid]
+    return own + [each for child in own for each in descendants_of(child)]
 
 
 def free_port() -> int:

@@ -75,7 +75,7 @@ class CachedPredictor(UserHistories):
         host_memory: int | str = 0,
     ):
         super().__init__(predictor)
-        self._memory, self._host_memory = bytes_of(memory), bytes_of(host_memory)
+        self._memory, self._host_memory = bytes_of(memory), bytes_of(host_memory, "host_memory")
         self._computed = self._reused = self._restarted = self._evicted = 0
         self._use(predictor, model)
 
