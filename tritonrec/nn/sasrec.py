@@ -81,9 +81,10 @@ class SASRecLayer(torch.nn.Module):
         if wanted is not None:
             x, q = x[wanted], q[wanted]
             fresh_offsets = torch.arange(fresh_offsets.shape[0], device=x.device)
-        kind = "triton" if (low := implementation("auto", x) == "triton") else "numba"  # and in its precision
+        kind = "triton" if (on_device := implementation("auto", x) == "triton") else "numba"
         kernels = imported(f"{ops.__package__}.kernels.softmax_attention.{kind}_softmax_attention")
-        parts = (q, k, v) if low else (q.float(), k.float(), v.float())
+        # as the op, which widens for the CPU alone
+        parts = (q, k, v) if on_device else (q.float(), k.float(), v.float())
         call = self.config.max_seq_len, self.config.qk_dim**-0.5, True, None, 0.0, 0, None
         attended, *_ = kernels.softmax_attention(*parts, fresh_offsets, tokens.seq_offsets, *call, last=True)
         attended = attended.to(v.dtype)
