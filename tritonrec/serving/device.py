@@ -84,10 +84,9 @@ class DevicePredictor(Predictor):
             scores[tuple(seen)] = -torch.inf  # below all others, of which k or more are left
             best, highest = top_k(scores, k)
             found.append((self.item_ids[best.cpu()], highest.cpu()))
-        ids, highest = zip(*found, strict=True) if found else ([], [])
         return (
-            torch.cat([torch.empty(0, k, dtype=torch.int64, device="cpu"), *ids]),
-            torch.cat([torch.empty(0, k, dtype=torch.float32, device="cpu"), *highest]),
+            torch.cat([torch.empty(0, k, dtype=torch.int64, device="cpu"), *(ids for ids, _ in found)]),
+            torch.cat([torch.empty(0, k, dtype=torch.float32, device="cpu"), *(each for _, each in found)]),
         )
 
 

@@ -155,7 +155,7 @@ class CachedPredictor(UserHistories):
         width = config.heads * (config.qk_dim + config.v_dim)
         pages = Pages(
             self._memory, config.layers, width, DTYPES[precision], config.max_seq_len,
-            model.norm.weight.device, self._host_memory,
+            model.positions.weight.device, self._host_memory,
         )  # fmt: skip
         check_equal(model, encoder, program, pages.store, dense["timestamps"])
         self._use_predictor(predictor)
