@@ -2,6 +2,7 @@
 
     python ci/attack/kill_serving.py --kills 500 --seed 7
     python ci/attack/kill_serving.py --kills 500 --seed 7 --redis
+    python ci/attack/kill_serving.py --kills 500 --seed 7 --ranks 2      # a rank of the server, too
 
 A training publishes every two steps and saves a checkpoint every four, into a folder or, with `--redis`, a
 `redis-server` of this script. A server follows and answers requests, and a follower polls. One of them gets
@@ -18,8 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -106,16 +109,22 @@ def train(sink: str, saved: str, ready: str) -> None:
 
 
 class Server:
-    """`tritonrec serve --follow` in a process, asked for the best items of `HISTORIES`."""
+    """`tritonrec serve --follow --ranks` in a process, asked for the best items of `HISTORIES`."""
 
-    def __init__(self, sink: str) -> None:
-        self._sink = sink
+    def __init__(self, sink: str, ranks: int) -> None:
+        self._sink, self._ranks = sink, ranks
         self.start()
 
     def start(self) -> None:
         self._port = free_port()
-        self._process = PROCESSES.Process(target=serve_quietly, args=(self._sink, self._port))
+        self._process = PROCESSES.Process(target=serve_quietly, args=(self._sink, self._port, self._ranks))
         self._process.start()
+
+    def kill_rank(self, draw: random.Random) -> None:
+        """One of its ranks, if they have started; it starts them all anew."""
+        if ranks := descendants_of(self._process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(draw.choice(ranks), signal.SIGKILL)
 
     def kill(self) -> None:
         self._process.kill()
@@ -143,10 +152,10 @@ class Server:
         return told["step"], json.dumps([told["items"], told["scores"]])
 
 
-def serve_quietly(sink: str, port: int) -> None:
+def serve_quietly(sink: str, port: int, ranks: int) -> None:
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115
-    serve(Source(None, follow=sink), ServerConfig(port=port))
+    serve(Source(None, follow=sink), ServerConfig(port=port, ranks=ranks))
 
 
 class Redis:
@@ -169,6 +178,16 @@ class Redis:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def descendants_of(pid: int | None) -> list[int]:
+    """Processes that it started, and those that these did."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    own = [child for child, parent in parents.items() if parent == pid]
+    return own + [each for child in own for each in descendants_of(child)]
 
 
 def free_port() -> int:
@@ -216,6 +235,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="end earlier, after so many")
     parser.add_argument("--folder", type=Path, help="an absent one; a temporary one by default")
     parser.add_argument("--redis", action="store_true", help="publish to a redis-server, which is killed too")
+    parser.add_argument("--ranks", type=int, default=1, help="of the server")
     given = parser.parse_args()
     draw, began = random.Random(given.seed), time.monotonic()
     PROCESSES.set_forkserver_preload(
@@ -233,7 +253,7 @@ def main() -> int:
         while not enough():
             counts.runs += 1
             place = f"redis://127.0.0.1:{redis.port}/0?key=run{counts.runs}" if redis else str(root / "sink")
-            Run(root, place, redis, want, counts).killed(draw, enough)
+            Run(root, place, redis, given.ranks, want, counts).killed(draw, enough)
             print(f"{counts.kills} kills, {counts.states} states, {counts.answers} answers", file=sys.stderr)
             shutil.rmtree(root, ignore_errors=True)
         if redis:
@@ -249,7 +269,7 @@ class Counts:
     """What was killed, what was compared, and what was wrong."""
 
     kills: int = 0
-    of: dict[str, int] = field(default_factory=lambda: {"training": 0, "server": 0, "sink": 0})
+    of: dict[str, int] = field(default_factory=lambda: {"training": 0, "server": 0, "rank": 0, "sink": 0})
     runs: int = 0
     epochs: int = 0
     states: int = 0
@@ -270,6 +290,7 @@ class Run:
         root: Path,
         place: str,
         redis: Redis | None,
+        ranks: int,
         want: dict[int, tuple[str, str | None]],
         counts: Counts,
     ) -> None:
@@ -277,7 +298,7 @@ class Run:
         self._root, self._place, self._redis, self._want, self.counts = root, place, redis, want, counts
         self._follower: Follower | None = None
         self._sequence = 0
-        self._server = Server(place)
+        self._ranks, self._server = ranks, Server(place, ranks)
 
     def train(self) -> None:
         """Start it, or go on."""
@@ -291,6 +312,7 @@ class Run:
         """Kill who is drawn until the training has ended, or there were `enough`, and see how all end."""
         self.train()
         victims = ["training", "training", "server", *(["sink"] if self._redis else [])]
+        victims += ["rank"] * (self._ranks > 1)
         while not self._has_ended():
             self._look_for(PATIENCE, until=lambda: self._ready.exists() or enough())
             self._look_for(draw.uniform(0, draw.choice([0.3, 4, 12])), until=enough)
@@ -307,6 +329,8 @@ class Run:
             elif victim == "server":
                 self._server.kill()
                 self._server.start()
+            elif victim == "rank":
+                self._server.kill_rank(draw)
             else:
                 assert self._redis is not None
                 self._redis.kill()

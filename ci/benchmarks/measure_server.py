@@ -2,6 +2,7 @@
 
     python ci/benchmarks/measure_server.py                         # needs wrk (apt-get install wrk)
     python ci/benchmarks/measure_server.py --seconds 3 --rounds 1 --json FILE
+    python ci/benchmarks/measure_server.py --only start score deltas
 
 The same exported HSTU (2 layers, 64 dimensions, 50 events, 10,000 items) and the same requests: one history
 of 20 to 50 events, the best 10 items without it. The peer has one process too, computes each request in
@@ -11,6 +12,11 @@ take turns. Saturation is wrk's closed loop over `CONNECTIONS`; at half load eac
 so that half of the smaller of both saturated rates comes (equal pauses would bring all connections' requests
 at one moment for ever: a batch answers them at one time). One client asks without pauses. Then saturation of
 ours again with slow clients and hostile bodies beside it.
+
+`start` is the time from a server's start to its first answer, and its processor time until then. `score` asks
+for the scores of `CANDIDATES` items of one history. `deltas` serves a folder that is followed: the same load
+while a delta of a training comes every `DELTA_SECONDS`, and while none comes, by turns; the deltas were made
+before, so that no training is beside them.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,8 +50,10 @@ from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOpti
 from tritonrec.data import NextItemLoader, load
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.serving import Predictor, export
+from tritonrec.serving.live import Publisher
 
-ITEMS, K, LONGEST, CONNECTIONS = 10_000, 10, 50, 32
+ITEMS, K, LONGEST, CONNECTIONS, CANDIDATES, DELTA_SECONDS = 10_000, 10, 50, 32, 100, 0.5
+PARTS = "start", "loads", "score", "deltas"
 SCRIPT = """
 local bodies, at = {}, 0
 for line in io.lines("BODIES") do bodies[#bodies + 1] = line end
@@ -53,7 +61,7 @@ function init(args) at = math.random(#bodies) end
 function delay() return math.floor(-PAUSE * math.log(1 - math.random())) end
 function request()
   at = at % #bodies + 1
-  return wrk.format("POST", "/retrieve", {["content-type"] = "application/json"}, bodies[at])
+  return wrk.format("POST", "/PATH", {["content-type"] = "application/json"}, bodies[at])
 end
 function done(summary, latency, requests)
   local e = summary.errors
@@ -65,17 +73,23 @@ end
 HOSTILE = (b"[" * 100_000, b'{"histories": [[NaN]]}', b'{"histories": [["\xff"]]}', b" " * (2**20 + 1))
 
 
-def make(folder: Path) -> Path:
-    """An export that has been trained for a step."""
+def make(folder: Path, deltas: int) -> Path:
+    """An export that has been trained for a step, and publications of so many steps behind it."""
     torch.manual_seed(5)
     model = HSTU(HSTUConfig(max_seq_len=LONGEST))
-    loader = NextItemLoader(load(f"zipf:users=400,items={ITEMS},exponent=0.2,seed=3"), 256, LONGEST, 64, 0)
+    data = load(f"zipf:users=400,items={ITEMS},exponent=0.2,seed=3")
+    loader, small = (NextItemLoader(data, *each, 0) for each in ((256, LONGEST, 64), (8, LONGEST, 4)))
     tables = HashTableCollection([FeatureConfig("item", 64)], RowOptimizer("adam", lr=1e-2))
     with Trainer(
         model, tables, torch.optim.Adam(model.parameters(), lr=1e-2), Communicators.local()
     ) as trainer:
         trainer.step(loader.batch(0))
         trainer.save(folder / "run")
+        if deltas:
+            with Publisher(trainer, folder / "published", every=1, snapshot_every=10**6) as publisher:
+                publisher.flush()
+                for _ in publisher.run(small.batch(step) for step in range(1, 1 + deltas)):
+                    pass
     export(folder / "run", folder / "out", model)
     return folder / "out"
 
@@ -83,6 +97,7 @@ def make(folder: Path) -> Path:
 class Body(BaseModel):
     histories: list[list[int]]
     k: int = K
+    items: list[int] = []
 
 
 def serve_plainly(path: Path, port: int) -> None:
@@ -104,30 +119,43 @@ def serve_plainly(path: Path, port: int) -> None:
             best = scores.topk(body.k)
         return {"items": ids[best.indices].tolist(), "scores": best.values.tolist()}
 
+    @app.post("/score")
+    def score(body: Body) -> dict[str, Any]:
+        places = torch.searchsorted(ids, torch.tensor(body.histories[0]))
+        with torch.inference_mode():
+            lengths = torch.tensor([0, len(places)])
+            vectors = full.program(weights[places], lengths, torch.zeros_like(places))
+            scores = vectors @ weights[torch.searchsorted(ids, torch.tensor(body.items))].t()
+        return {"scores": scores.tolist()}
+
     uvicorn.run(app, port=port, log_level="error")
 
 
 @contextmanager
-def running(words: list[str], port: int) -> Iterator[None]:
+def running(words: list[str], port: int) -> Iterator[dict[str, float]]:
+    """A server, and what it took to its first answer."""
+    began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     try:
-        for _ in range(480):
+        for _ in range(4800):
             with suppress(OSError):
                 post(port, {"histories": [[1, 2]], "k": K})
                 break
-            time.sleep(0.5)
+            time.sleep(0.05)
         else:
             raise SystemExit(f"{words} does not serve")
-        yield
+        took, ticks = time.perf_counter() - began, Path(f"/proc/{process.pid}/stat").read_text()
+        spent = sum(map(int, ticks.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+        yield {"seconds": took, "processor": spent}
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
 
 
-def post(port: int, body: Any, raw: bytes | None = None) -> Any:
+def post(port: int, body: Any, raw: bytes | None = None, path: str = "retrieve") -> Any:
     data = raw if raw is not None else json.dumps(body).encode()
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/retrieve", data, {"content-type": "application/json"}
+        f"http://127.0.0.1:{port}/{path}", data, {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
@@ -140,11 +168,16 @@ def free_port() -> int:
 
 
 def wrk(
-    port: int, folder: Path, seconds: float, pause: float = 0, connections: int = CONNECTIONS
-) -> dict[str, float]:
+    port: int, folder: Path, seconds: float, pause: float = 0, connections: int = CONNECTIONS,
+    path: str = "retrieve",
+) -> dict[str, float]:  # fmt: skip
     """Requests per second, milliseconds, and errors. pause: of a connection, its mean in milliseconds."""
     script = folder / "wrk.lua"
-    script.write_text(SCRIPT.replace("BODIES", str(folder / "bodies")).replace("PAUSE", str(int(pause))))
+    changes = {"BODIES": str(folder / f"bodies-{path}"), "PAUSE": str(int(pause)), "PATH": path}
+    text = SCRIPT
+    for name, value in changes.items():
+        text = text.replace(name, value)
+    script.write_text(text)
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "30s", "-s", str(script)]
     shown = subprocess.run([*command, f"http://127.0.0.1:{port}"], capture_output=True, text=True, check=True)
     found = re.search(r"FOUND (.*)", shown.stdout)
@@ -204,8 +237,74 @@ def hostile(port: int, stop: threading.Event) -> None:
         each.close()
 
 
+class Deltas:
+    """Gives a followed folder the next of the deltas that were made, at even times."""
+
+    def __init__(self, folder: Path):
+        self.waiting = sorted((folder / "published").glob("delta-*"))
+        self.sink, self.given = folder / "sink", 0
+        shutil.copytree(folder / "published", self.sink, ignore=shutil.ignore_patterns("delta-*"))
+
+    def __enter__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(DELTA_SECONDS):
+            delta = self.waiting[self.given]
+            os.link(delta, self.sink / delta.name)
+            self.given += 1
+
+
+def while_deltas_arrive(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Rows of the followed server: the same load with deltas and without, by turns."""
+    port, deltas, rows = free_port(), Deltas(folder), {}
+    with running(["-m", "tritonrec", "serve", "--follow", str(deltas.sink), "--port", str(port)], port):
+        saturated = wrk(port, folder, options.seconds)["rate"]
+        for title, connections, pause in (
+            ("one client", 1, 0.0), ("half load", CONNECTIONS, 2e3 * CONNECTIONS / saturated),
+        ):  # fmt: skip
+            found: dict[str, list[dict[str, float]]] = {"with deltas": [], "without": []}
+            for number in range(2 * options.rounds):
+                name = ("with deltas", "without")[(number + number // 2) % 2]
+                with deltas if name == "with deltas" else nullcontext():
+                    found[name].append(wrk(port, folder, options.seconds, pause, connections))
+            rows[f"{title}, followed"] = shown(f"{title}, followed", found)
+        deadline = time.monotonic() + 60
+        while (sequence := ready(port)["sequence"]) != deltas.given and time.monotonic() < deadline:
+            time.sleep(0.1)
+        print(f"{deltas.given} deltas were given, the server is at publication {sequence}")
+        if sequence != deltas.given:
+            raise SystemExit("a delta is lost")
+    return rows
+
+
+def ready(port: int) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def starts(commands: dict[str, list[str]], ports: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Seconds and processor seconds until the first answer, by turns; kernels were compiled before."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for number in range(rounds + 1):
+        for name, words in commands.items():
+            with running(words, ports[name]) as took:
+                found[name] += [took] * (number > 0)
+    row = {name: {key: median(each[key] for each in of) for key in of[0]} for name, of in found.items()}
+    for name, each in row.items():
+        print(f"start {name:5s} {each['seconds']:.2f} s, {each['processor']:.2f} s of the processor")
+    return {"start": row}
+
+
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    path = make(folder)
+    several = "deltas" in options.only
+    path = make(folder, int(4 * options.rounds * (options.seconds + 1) / DELTA_SECONDS) * several)
     full = Predictor.load(path)
     draw = torch.Generator().manual_seed(1)
     known = full.item_ids
@@ -213,14 +312,27 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         {"histories": [known[torch.randint(0, len(known), (n,), generator=draw)].unique().tolist()], "k": K}
         for n in torch.randint(20, LONGEST + 1, (500,), generator=draw).tolist()
     ]
-    (folder / "bodies").write_text("\n".join(map(json.dumps, bodies)) + "\n")
+    (folder / "bodies-retrieve").write_text("\n".join(map(json.dumps, bodies)) + "\n")
+    candidates = [known[torch.randperm(len(known), generator=draw)[:CANDIDATES]].tolist() for _ in bodies]
+    judged = [
+        {"histories": each["histories"], "items": items}
+        for each, items in zip(bodies, candidates, strict=True)
+    ]
+    (folder / "bodies-score").write_text("\n".join(map(json.dumps, judged)) + "\n")
     ours, peer = free_port(), free_port()
-    command = ["-m", "tritonrec", "serve", str(path), "--port", str(ours)]
+    ports = {"ours": ours, "peer": peer}
+    commands = {
+        "ours": ["-m", "tritonrec", "serve", str(path), "--port", str(ours)],
+        "peer": [__file__, "--peer", str(path), str(peer)],
+    }
     rows: dict[str, Any] = {}
-    with (
-        running(command, ours),
-        running([__file__, "--peer", str(path), str(peer)], peer),
-    ):
+    if several:
+        rows |= while_deltas_arrive(folder, options)
+    if "start" in options.only:
+        rows |= starts(commands, ports, options.rounds)
+    if not {"loads", "score"} & {*options.only}:
+        return rows
+    with running(commands["ours"], ours), running(commands["peer"], peer):
         for body in bodies[:20]:
             want = full.retrieve(body["histories"], K)
             for port in (ours, peer):
@@ -228,7 +340,18 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 close = torch.allclose(torch.tensor(answer["scores"]), want[1], rtol=1e-4, atol=1e-4)
                 if not close or (port == ours and not torch.equal(torch.tensor(answer["scores"]), want[1])):
                     raise SystemExit(f"port {port} gives something else; no time is printed")
-        ports = {"ours": ours, "peer": peer}
+        for judge in judged[:20]:
+            want = full.scores(judge["histories"], torch.tensor(judge["items"]))
+            for port in (ours, peer):
+                answer = torch.tensor(post(port, judge, path="score")["scores"])
+                close = torch.allclose(answer, want, rtol=1e-4, atol=1e-4)
+                if not close or (port == ours and not torch.equal(answer, want)):
+                    raise SystemExit(f"port {port} scores something else; no time is printed")
+        if "score" in options.only:
+            for title, count in (("score, saturated", CONNECTIONS), ("score, one client", 1)):
+                rows |= turns(title, ports, folder, options, lambda name: 0, count, "score")
+        if "loads" not in options.only:
+            return rows
         with Checks(ours, bodies, full) as checks:
             for each in ports.values():
                 wrk(each, folder, 2)
@@ -259,12 +382,19 @@ def turns(
     options: argparse.Namespace,
     pause: Callable[[str], float],
     connections: int = CONNECTIONS,
+    path: str = "retrieve",
 ) -> dict[str, Any]:
     """Medians over rounds, in which the servers take turns."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
     for number in range(options.rounds):
         for name in ports if number % 2 else reversed(ports):
-            found[name].append(wrk(ports[name], folder, options.seconds, max(pause(name), 0), connections))
+            given = folder, options.seconds, max(pause(name), 0), connections, path
+            found[name].append(wrk(ports[name], *given))
+    return {title: shown(title, found)}
+
+
+def shown(title: str, found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians, printed."""
     row = {name: {key: median(each[key] for each in rows) for key in rows[0]} for name, rows in found.items()}
     for name, each in row.items():
         print(
@@ -273,12 +403,13 @@ def turns(
             f"errors {each['socket_errors']:.0f} of sockets, {each['other_status']:.0f} other statuses",
             flush=True,
         )
-    return {title: row}
+    return row
 
 
 def main() -> None:
     peer = {"nargs": 2, "help": argparse.SUPPRESS}
-    options = options_of(__doc__, seconds=10.0, rounds=3, peer=peer)
+    only = {"nargs": "+", "choices": PARTS, "default": list(PARTS)}
+    options = options_of(__doc__, seconds=10.0, rounds=3, peer=peer, only=only)
     if options.peer:
         serve_plainly(Path(options.peer[0]), int(options.peer[1]))
         return

@@ -28,7 +28,8 @@ FREE = {  # tested below, in test_cli, test_spill and in test_urls
 }  # fmt: skip
 FREE |= {  # tested in test_score_file and test_server_process
     ("score", "--history"), ("score", "--timestamps"), ("score", "--candidates"),
-    ("serve", "--host"), ("serve", "--follow"), ("serve", "--memory"),
+    ("serve", "--host"), ("serve", "--follow"), ("serve", "--memory"), ("serve", "--device"),
+    ("serve", "--host-memory"),
 }  # fmt: skip
 FREE |= {  # tested in test_log_formats
     ("train", f"--{name}")

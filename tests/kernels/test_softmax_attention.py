@@ -1,12 +1,13 @@
 """Softmax attention: torch's weights by sequence, and a sequence keeps its bits in any batch."""
 
 from functools import lru_cache
+from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
 from float_error import assert_error_at_most_twice
-from impls import IMPLS, TRITON, on
+from impls import GPU, IMPLS, TRITON, on
 from speeds import slow_on_triton
 
 from tritonrec.kernels.softmax_attention.op import (
@@ -197,16 +198,23 @@ def test_an_argument_that_is_no_number_is_refused_by_name(name, number):
         softmax_attention(q, q, q, torch.tensor([0, 1]), 1, **{name: number})
 
 
-def test_last_queries_have_the_bits_of_all():
-    """Whatever part of four rows they begin in, beside other sequences with more of them or none before."""
-    from tritonrec.kernels.softmax_attention import numba_softmax_attention as on_the_cpu
-
-    lengths, last = [71, 9, 1, 130, 66], [3, 9, 1, 70, 2]
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_last_queries_have_the_bits_of_all(impl):
+    """Whatever part of a block they begin in, beside other sequences with more of them or none before."""
+    module = "triton_softmax_attention" if impl == "triton" else "numba_softmax_attention"
+    attend = import_module(f"tritonrec.kernels.softmax_attention.{module}").softmax_attention
+    lengths, last = [71, 9, 1, 130, 66, 0], [3, 9, 1, 70, 2, 0]
+    if impl == "triton" and not GPU:
+        lengths, last = [71, 9, 0, 1, 33], [8, 9, 0, 1, 2]  # 8 of two blocks
+    count = len(lengths)
     draw = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(sum(lengths), 2, size, generator=draw) * 3 for size in (5, 5, 7))
     offsets, fresh = (torch.tensor([0, *np.cumsum(each)]) for each in (lengths, last))
-    rest = 0.8, True, None, 0.3, 5, torch.arange(5)
-    want = on_the_cpu.softmax_attention(q, k, v, offsets, None, 130, *rest)
     own = torch.cat([torch.arange(end - n, end) for end, n in zip(offsets[1:].tolist(), last, strict=True)])
-    got = on_the_cpu.softmax_attention(q[own], k, v, fresh, offsets, 130, *rest, last=True)
+    q, k, v, offsets, fresh, own, ids = (
+        on(impl, each) for each in (q, k, v, offsets, fresh, own, torch.arange(count))
+    )
+    rest = 0.8, True, None, 0.0 if impl == "triton" else 0.3, 5, ids
+    want = attend(q, k, v, offsets, None, 130, *rest)
+    got = attend(q[own], k, v, fresh, offsets, 130, *rest, last=True)
     assert all(torch.equal(a, b[own]) for a, b in zip(got, want, strict=True))

@@ -193,13 +193,52 @@ def test_a_scorer_of_ones_own_is_exported_with_the_values_of_the_checkpoint(trai
 def test_a_scorer_that_returns_no_tensor_is_one_error(trained, tmp_path, kind):
     class Pairs(Pair):
         def forward(self, left, right):
-            return kind([("left", left), ("right", super().forward(left, right))])
+            return kind([("left", left), ("right", super().forward(left, right))])  # a tuple of tuples
 
     fresh = MODELS["hstu"]()
     examples = [(torch.randn(size, DIM), torch.randn(size, DIM)) for size in (3, 1)]
-    with pytest.raises(TypeError, match=f"Pairs returns {kind.__name__}, and an exported scorer returns one"):
+    with pytest.raises(TypeError, match=f"Pairs returns {kind.__name__}, and an exported scorer returns a"):
         export(trained.folder, tmp_path / "out", fresh, scorer=Pairs(fresh), examples=examples)
     assert not list(tmp_path.iterdir())
+
+
+class Towers(torch.nn.Module):
+    """A user's tower of a bag and dense features, and an item's: two outputs, each of a size of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.user, self.item = model, nn.Linear(DIM + 2, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, bags, dense, items):
+        users = self.user(torch.cat([bags, dense], 1))
+        return self.model.norm(users), torch.relu(self.item(items)).double()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_two_towers_are_one_export(trained, tmp_path, precision):
+    """Bags are pooled as in training; users and items are computed together, or each by itself."""
+    fresh = MODELS["hstu"]()
+    scorer, examples = Towers(fresh), []
+    for users, items in ((3, 2), (1, 1), (0, 20), (20, 0)):
+        examples.append((torch.randn(users, DIM), torch.randn(users, 2), torch.randn(items, DIM)))
+    export(trained.folder, tmp_path / "out", fresh, scorer=scorer, examples=examples, precision=precision)
+    program, scorer.model = Predictor.load(tmp_path / "out").program, trained.model
+    for arguments in [*examples, (torch.randn(9, DIM), torch.randn(9, 2), torch.randn(50, DIM))]:
+        with torch.no_grad():
+            want = programs.InPrecision(scorer, precision)(*arguments)
+        got = program(*arguments)
+        assert [each.dtype for each in got] == [torch.float32, torch.float64]
+        assert all(map(programs.same_bits, got, want))
+
+
+def test_a_second_output_that_differs_is_not_exported(trained):
+    scorer = Towers(trained.model)
+    described = programs.Scorer(
+        programs.SCORER, scorer, [(torch.randn(3, DIM), torch.randn(3, 2), torch.randn(2, DIM))], {}
+    )
+    for wrong in (lambda *given: (scorer(*given)[0], -scorer(*given)[1]), lambda *given: scorer(*given)[:1]):
+        with pytest.raises(ValueError, match="it differs from Towers in its bits on example 0"):
+            programs.compare(described, wrong, "it")
 
 
 @pytest.mark.if_changed

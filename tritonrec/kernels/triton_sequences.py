@@ -23,24 +23,27 @@ def locate(tile, num_sequences, num_heads, offsets_ptr):
 
 
 @triton.jit
-def tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
-    """Addresses (rows, BLOCK_D) of one head, and which of them exist."""
+def tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=None):
+    """Addresses (rows, BLOCK_D) of one head, and which of them exist: of places [least, length)."""
     feature = tl.arange(0, BLOCK_D)
     # begin is int64, and so is the product with the stride; features lie side by side
     address = ptr + head * head_stride + (begin + row)[:, None] * row_stride + feature[None, :]
-    return address, (row < length)[:, None] & (feature < dim)[None, :]
+    own = row < length
+    if least is not None:
+        own = own & (row >= least)
+    return address, own[:, None] & (feature < dim)[None, :]
 
 
 @triton.jit
-def load_rows(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr):
+def load_rows(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=None):
     """Rows of a sequence, zero where there is none."""
-    address, exists = tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D)
+    address, exists = tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D, least)
     return tl.load(address, mask=exists, other=0.0)
 
 
 @triton.jit
 def store_rows(
-    value, ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr
+    value, ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D: tl.constexpr, least=None
 ):  # fmt: skip
-    address, exists = tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D)
+    address, exists = tile_of(ptr, row_stride, head_stride, begin, head, row, length, dim, BLOCK_D, least)
     tl.store(address, value.to(ptr.dtype.element_ty), mask=exists)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import ops
+from ..kernels.dispatch import implementation, imported
 from ..settings import check_number, typed
 from .modules import LayerNorm, Linear, TokenDropout
 from .next_item import LayerConfig, NextItemModel
@@ -74,16 +75,19 @@ class SASRecLayer(torch.nn.Module):
         keep: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `hstu_layer.hstu_layer_over`, on the CPU."""
-        from ..kernels.softmax_attention.numba_softmax_attention import softmax_attention
-
+        """As `hstu_layer.hstu_layer_over`."""
         q, k, v = self._projected(x)
         k, v = keep(k, v)
         if wanted is not None:
             x, q = x[wanted], q[wanted]
-            fresh_offsets = torch.arange(fresh_offsets.shape[0])
-        call = fresh_offsets, tokens.seq_offsets, 0, self.config.qk_dim**-0.5, True, None, 0.0, 0, None
-        attended = softmax_attention(q.float(), k.float(), v.float(), *call, last=True)[0].to(v.dtype)
+            fresh_offsets = torch.arange(fresh_offsets.shape[0], device=x.device)
+        kind = "triton" if (on_device := implementation("auto", x) == "triton") else "numba"
+        kernels = imported(f"{ops.__package__}.kernels.softmax_attention.{kind}_softmax_attention")
+        # as the op, which widens for the CPU alone
+        parts = (q, k, v) if on_device else (q.float(), k.float(), v.float())
+        call = self.config.max_seq_len, self.config.qk_dim**-0.5, True, None, 0.0, 0, None
+        attended, *_ = kernels.softmax_attention(*parts, fresh_offsets, tokens.seq_offsets, *call, last=True)
+        attended = attended.to(v.dtype)
         x = x + self.output(attended.flatten(1))
         return x + self._fed(x)
 

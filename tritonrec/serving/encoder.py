@@ -45,6 +45,10 @@ class Step:
         """(B + 1,), of the tokens."""
         return offsets_of(self.lengths)
 
+    def to(self, device: torch.device) -> Step:
+        """The same on a device."""
+        return Step(*(each.to(device) for each in (self.lengths, self.known, self.timestamps, self.places)))
+
     @property
     def pairs(self) -> int:
         """Of new tokens and tokens of the same user."""
@@ -71,13 +75,15 @@ def encode_new(model: NextItemModel, precision: Precision, rows: Tensor, step: S
 
     Args:
         model: in evaluation mode. rows: (M, d) float32, embeddings of the new tokens.
-        store: (layers, rows, heads * (qk_dim + v_dim)).
+        store: (layers, rows, heads * (qk_dim + v_dim)), on the model's device. All else may be the host's.
 
     Raises ValueError for keys or values that are not finite: with them rows of attention depend on the rows
     that are computed beside them.
     """
-    tokens, new, fresh = model.place(step), step.new, offsets_of(step.lengths - step.known)  # type: ignore[arg-type]
-    with torch.no_grad(), autocast(precision, rows.device):
+    to, new, fresh = store.device, step.new, offsets_of(step.lengths - step.known)
+    step, rows, new, fresh = step.to(to), rows.to(to), new.to(to), fresh.to(to)
+    tokens = model.place(step)  # type: ignore[arg-type]
+    with torch.no_grad(), autocast(precision, to):
         x = rows * model.config.dim**0.5 + model.positions(tokens.positions[new])
         for number, layer in enumerate(model.layers):
             keep = partial(_keep, store[number], step, new)

@@ -157,15 +157,17 @@ class InPrecision(torch.nn.Module):
         super().__init__()
         self.module, self.precision = module, precision
 
-    def forward(self, *arguments: Tensor) -> Tensor:
+    def forward(self, *arguments: Tensor) -> Tensor | tuple[Tensor, ...]:
         with autocast(self.precision, arguments[0].device):
-            scores = self.module(*arguments)
-        if not isinstance(scores, Tensor):
+            found = self.module(*arguments)
+        if isinstance(found, Tensor):
+            return widen(found)
+        if not isinstance(found, tuple) or not all(isinstance(each, Tensor) for each in found):
             raise TypeError(
-                f"{type(self.module).__name__} returns {type(scores).__name__}, and an exported scorer "
-                "returns one tensor: return the scores alone, or torch.stack what there is"
+                f"{type(self.module).__name__} returns {type(found).__name__}, and an exported scorer "
+                "returns a tensor, or a tuple of tensors"
             )
-        return widen(scores)
+        return tuple(map(widen, found))
 
 
 def scorer_of(model: torch.nn.Module, dim: int) -> Scorer:
@@ -384,8 +386,9 @@ def compare(scorer: Scorer, program: Program, name: str) -> None:
     module = scorer.program()
     for number, arguments in enumerate(scorer.examples):
         with torch.no_grad():
-            got, want = program(*arguments), module(*arguments)
-        if not same_bits(got, want):
+            both = [program(*arguments), module(*arguments)]
+        got, want = ([each] if isinstance(each, Tensor) else list(each) for each in both)
+        if len(got) != len(want) or not all(map(same_bits, got, want)):
             raise ValueError(
                 f"{name} differs from {type(scorer.module).__name__} in its bits on example {number}, of "
                 f"shapes {_shapes(arguments)}: it is not exported"

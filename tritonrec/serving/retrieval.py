@@ -26,15 +26,14 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, items = scores.shape
     check_k(k, items)
     if bool(scores.isnan().any()):
-        raise _not_a_number(*scores.isnan().nonzero()[0].tolist())
+        raise not_finite(*scores.isnan().nonzero()[0].tolist())
     least = scores.topk(k).values[:, -1:]
     row, place = (scores >= least).nonzero(as_tuple=True)  # k or more of each row, places ascending
     best = scores[row, place]
-    order = torch.from_numpy(np.lexsort((-best.numpy(), row.numpy())))  # stable: by row, then score
-    starts = torch.searchsorted(row, torch.arange(rows, device="cpu"))[:, None] + torch.arange(
-        k, device="cpu"
-    )
-    chosen = order[starts]
+    order = best.argsort(descending=True, stable=True)
+    order = order[row[order].argsort(stable=True)]  # by row, then score, then place
+    numbers = torch.arange(max(rows, k), device=row.device)
+    chosen = order[torch.searchsorted(row, numbers[:rows])[:, None] + numbers[:k]]
     return place[chosen], best[chosen]
 
 
@@ -46,8 +45,8 @@ def check_k(k: object, items: int) -> None:
         raise ValueError(f"k must be in [1, {items}], the number of items, got {k}")
 
 
-def _not_a_number(row: int, item: int) -> ValueError:
-    return ValueError(f"the score of row {row} for item {item} is NaN")
+def not_finite(row: int, item: int, score: object = "NaN") -> ValueError:
+    return ValueError(f"the score of row {row} for item {item} is {score}")
 
 
 def seen_places(items: Tensor, seen: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +126,7 @@ def _best_of(
     ranges = over_ranges(run, items, 2.0 * items * dim * users)
     for *_, (user, item) in ranges:
         if user >= 0:
-            raise _not_a_number(first + int(user), int(item))
+            raise not_finite(first + int(user), int(item))
     return [_joined(ranges, user, k) for user in range(users)]
 
 

@@ -155,14 +155,7 @@ def program_or_whole(dense: Mapping[str, Any], program: Any) -> Program:
     if layers is None or dense["precision"] != "float32" or not isinstance(program, torch.nn.Module):
         return program
     try:
-        kind, config = _KINDS[layers["model"]]
-        with torch.device("meta"):
-            model = kind(config(**layers["config"]))
-        give_weights(model, program)
-        for name in ("max_seq_len", "dense", "features"):
-            told, own = dense.get(name), getattr(model.config, name, None)
-            if told != (list(own) if isinstance(own, tuple) else own):
-                raise ValueError(f"{name} is {told} beside it")
+        model = described_model(dense, program)
         whole = partial(
             WholeClicks(model).logits if isinstance(model, DLRM) else Whole(model).vectors, program
         )
@@ -177,6 +170,23 @@ def program_or_whole(dense: Mapping[str, Any], program: Any) -> Program:
         )
         return program
     return whole
+
+
+def described_model(dense: Mapping[str, Any], program: Program) -> Any:
+    """The HSTU, SASRec or DLRM whose ``layers`` the manifest describes, with the program's weights.
+
+    Raises LookupError, TypeError or ValueError where it describes no model, or another one.
+    """
+    layers = dense["layers"]
+    kind, config = _KINDS[layers["model"]]
+    with torch.device("meta"):
+        model = kind(config(**layers["config"]))
+    give_weights(model, program)
+    for name in ("max_seq_len", "dense", "features"):
+        told, own = dense.get(name), getattr(model.config, name, None)
+        if told != (list(own) if isinstance(own, tuple) else own):
+            raise ValueError(f"{name} is {told} beside it")
+    return model
 
 
 def encoder_of(model: NextItemModel, precision: Precision) -> Encoder:

@@ -38,6 +38,10 @@ def serve(
         typer.Option(help="Checkpoint of the training, hstu or sasrec: keep keys and values of users."),
     ] = None,
     memory: Annotated[str, typer.Option(help="Of --cached, such as 512MiB.")] = "2GiB",
+    device: Annotated[str, typer.Option(help="That computes and has --memory: cpu, or as cuda.")] = "cpu",
+    host_memory: Annotated[
+        str, typer.Option(help="Of --cached, for what the --device's memory has no room for.")
+    ] = "0",
     approximate: Annotated[
         Index | None, typer.Option(help="Let faiss propose the items to score; prints its recall.")
     ] = None,
@@ -63,7 +67,7 @@ def serve(
         trained = None if cached is None else trained_model(cached, None, "serve without --cached")
         if not (trained is None or isinstance(trained, NextItemModel)):
             raise ValueError(f"--cached takes a model of the next item, and {cached} has none")
-        source = Source(model, trained, memory, follow, approximate)
+        source = Source(model, trained, memory, follow, approximate, device, host_memory)
         serve(source, replace(config, host=host), token_of(token_file))
 
     checked(run)

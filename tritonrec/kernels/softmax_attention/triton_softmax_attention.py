@@ -94,19 +94,26 @@ def forward_kernel(
     out_head, q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_sequence, bias_head, bias_row, bias_column,
     samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """out, most and total for BLOCK_M query rows at a time."""
+    """out, most and total for BLOCK_M query rows at a time; with LAST the queries stand at the last keys."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
         # the last rows have the most keys to walk, so they go first
         block, head, sequence, begin, queries = locate(
             num_tiles - 1 - tile, num_sequences, num_heads, q_offsets_ptr
         )
+        k_begin, keys = other_sequence(sequence, k_offsets_ptr)
+        hidden = None
+        if LAST:
+            # blocks count from the first key all the same, so a row has its place among others
+            hidden = keys - queries
+            block += hidden // BLOCK_M
+            begin -= hidden
+            queries = keys
         first = block * BLOCK_M
         if first < queries:
-            k_begin, keys = other_sequence(sequence, k_offsets_ptr)
             row = first + tl.arange(0, BLOCK_M)
-            q = load_rows(q_ptr, q_row, q_head, begin, head, row, queries, dim, BLOCK_D)
+            q = load_rows(q_ptr, q_row, q_head, begin, head, row, queries, dim, BLOCK_D, hidden)
             acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
             most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
@@ -142,10 +149,12 @@ def forward_kernel(
             # A row that sees no key has weights of 0 / 1.
             total = tl.where(total == 0.0, 1.0, total)
             out = tl.div_rn(acc, tl.zeros((BLOCK_M, BLOCK_E), tl.float32) + total[:, None])
-            store_rows(out, out_ptr, out_row, out_head, begin, head, row, queries, dim_v, BLOCK_E)
-            to = (begin + row) * num_heads + head
-            tl.store(most_ptr + to, most, mask=row < queries)
-            tl.store(total_ptr + to, total, mask=row < queries)
+            store_rows(out, out_ptr, out_row, out_head, begin, head, row, queries, dim_v, BLOCK_E, hidden)
+            to, own = (begin + row) * num_heads + head, row < queries
+            if LAST:
+                own = own & (row >= hidden)
+            tl.store(most_ptr + to, most, mask=own)
+            tl.store(total_ptr + to, total, mask=own)
 
 
 @jit_for_any_alignment
@@ -283,10 +292,15 @@ def configuration(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def launch(kernel, tensors, strided, q, v, call: Call, config) -> None:
+def launch(kernel, tensors, strided, q, v, call: Call, config, last=None) -> None:
     """One program per block, head and sequence; those past an end do nothing."""
     sequences, heads = len(call.q_offsets) - 1, q.shape[1]
-    tiles = triton.cdiv(call.max_seq_len, config["BLOCK_M"]) * sequences * heads
+    blocks = triton.cdiv(call.max_seq_len, config["BLOCK_M"])
+    if last:  # they may begin within a block
+        blocks = min(blocks, triton.cdiv(len(q), config["BLOCK_M"]) + 1)
+    if last is not None:
+        config = config | {"LAST": last}
+    tiles = blocks * sequences * heads
     if tiles == 0:
         return
     bias = call.bias if call.bias is not None and call.bias.numel() else None
@@ -299,11 +313,11 @@ def launch(kernel, tensors, strided, q, v, call: Call, config) -> None:
     )  # fmt: skip
 
 
-def forward(q, k, v, call: Call, out, most, total) -> None:
+def forward(q, k, v, call: Call, out, most, total, last=False) -> None:
     """Overwrite out (M, H, E), most and total (M, H), whatever they held."""
     q, k, v = map(contiguous_heads, (q, k, v))
     launch(
-        forward_kernel, (q, k, v, out, most, total), (q, k, v, out), q, v, call, configuration(q, v)
+        forward_kernel, (q, k, v, out, most, total), (q, k, v, out), q, v, call, configuration(q, v), last
     )  # fmt: skip
 
 
@@ -315,11 +329,14 @@ def backward(do, out, most, total, q, k, v, call: Call, dq, dk, dv) -> None:
     launch(keys_kernel, (*given, dk, dv), (do, out, q, k, v, dk, dv), q, v, call, config)
 
 
-def softmax_attention(q, k, v, *described) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H)."""
+def softmax_attention(q, k, v, *described, last=False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out (M, H, E), and for each query and head its greatest score and the sum of exponentials, (M, H).
+
+    Where they are the `last`, queries stand at the last places of their sequence's keys.
+    """
     out = v.new_empty(*q.shape[:2], v.shape[2])
     most, total = (torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
-    forward(q, k, v, Call(*described), out, most, total)
+    forward(q, k, v, Call(*described), out, most, total, last)
     return out, most, total
 
 

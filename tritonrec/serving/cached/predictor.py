@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from ...files.places import Place
 from ...kernels.autocast import DTYPES
 from ...nn import NextItemModel
 from ...settings import bytes_of
-from ..encoder import Step, check_equal, give_weights
+from ..device import DevicePredictor, on_device
+from ..encoder import Step, check_equal, encode_new, give_weights
 from ..predictor import Predictor, UnknownIds
 from ..programs import NEXT_ITEM
 from ..users import History, User, UserHistories, listed
@@ -37,6 +39,7 @@ class CacheStats:
         history_bytes: of ids and timestamps. computed, reused: tokens whose keys and values were computed, or
             were there. evicted: users who lost their pages to others. restarted: histories that had to be
             computed from their first event although some were cached, since they were cut or replaced.
+            host_pages_used: of the pages behind a device's.
     """
 
     users: int
@@ -49,12 +52,13 @@ class CacheStats:
     reused: int
     evicted: int
     restarted: int
+    host_pages_used: int
 
 
 class CachedPredictor(UserHistories):
-    """An exported HSTU or SASRec on the CPU that computes new events alone; make one by `load`.
+    """An exported HSTU or SASRec that computes new events alone; make one by `load`.
 
-    Scores equal those of a `Predictor` for the last ``max_seq_len`` events of each user in every bit. Calls
+    Scores equal those of its `predictor` for the last ``max_seq_len`` events of each user in every bit. Calls
     may come from several threads; one computes at a time.
 
     Attributes:
@@ -63,9 +67,15 @@ class CachedPredictor(UserHistories):
 
     _what = "cached inference"
 
-    def __init__(self, predictor: Predictor, model: NextItemModel, memory: int | str = "2GiB"):
+    def __init__(
+        self,
+        predictor: Predictor,
+        model: NextItemModel,
+        memory: int | str = "2GiB",
+        host_memory: int | str = 0,
+    ):
         super().__init__(predictor)
-        self._memory = bytes_of(memory)
+        self._memory, self._host_memory = bytes_of(memory), bytes_of(host_memory, "host_memory")
         self._computed = self._reused = self._restarted = self._evicted = 0
         self._use(predictor, model)
 
@@ -77,6 +87,8 @@ class CachedPredictor(UserHistories):
         *,
         memory: int | str = "2GiB",
         unknown: UnknownIds = "initial",
+        device: torch.device | str = "cpu",
+        host_memory: int | str = 0,
     ) -> CachedPredictor:
         """Load a folder of `export`, as `Predictor.load` does.
 
@@ -84,13 +96,16 @@ class CachedPredictor(UserHistories):
             model: an `HSTU` or `SASRec` of the trained configuration, or a model of yours whose layers have
                 a method ``over`` (`nn.hstu_layer.hstu_layer_over`); its values do not matter, a copy gets
                 those of the export. memory: of keys and values, in bytes or such as ``"512MiB"``.
+            device: that computes, and has the pages (`DevicePredictor`). host_memory: of pages of the host
+                behind those of a device, which take what these lose.
 
         Raises:
             TypeError: a model whose layers do not say what they keep of past tokens.
-            ValueError: as `Predictor.load`; the export is of another model, or configuration.
+            ValueError: as `Predictor.load`; the export is of another model, or configuration; `host_memory`
+                without a device.
             CacheMemoryError: `memory` is less than one user of ``max_seq_len`` events needs.
         """
-        return cls(Predictor.load(path, unknown=unknown), model, memory)
+        return cls(on_device(Predictor.load(path, unknown=unknown), device), model, memory, host_memory)
 
     def reload(
         self, path: Place | str, model: NextItemModel | None = None, unknown: UnknownIds = "initial"
@@ -108,6 +123,8 @@ class CachedPredictor(UserHistories):
     def use(self, predictor: Predictor, model: NextItemModel | None = None) -> None:
         """`reload` of an export that is in memory, such as the ``predictor`` of a `live.Follower`."""
         with self._lock:
+            if isinstance(self.predictor, DevicePredictor) and not isinstance(predictor, DevicePredictor):
+                predictor = DevicePredictor(predictor, self.predictor.device)
             self._check_histories(predictor)
             evicted = self._pages.evicted
             self._use(predictor, self._model if model is None else model)
@@ -129,10 +146,18 @@ class CachedPredictor(UserHistories):
         model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
         give_weights(model, predictor.program)
         precision = dense.get("precision", "float32")
+        encoder, program = encoder_of(model, precision), predictor.program
+        if isinstance(predictor, DevicePredictor):
+            model, program = model.to(predictor.device), predictor.recomputed
+            encoder = partial(encode_new, model, precision)
+        elif self._host_memory:
+            raise ValueError("host_memory is of the pages behind a device's: without a device take memory")
         width = config.heads * (config.qk_dim + config.v_dim)
-        pages = Pages(self._memory, config.layers, width, DTYPES[precision], config.max_seq_len)
-        encoder = encoder_of(model, precision)
-        check_equal(model, encoder, predictor.program, pages.store, dense["timestamps"])
+        pages = Pages(
+            self._memory, config.layers, width, DTYPES[precision], config.max_seq_len,
+            model.positions.weight.device, self._host_memory,
+        )  # fmt: skip
+        check_equal(model, encoder, program, pages.store, dense["timestamps"])
         self._use_predictor(predictor)
         self._model, self._encoder = model, encoder
         self._pages: Pages = pages
@@ -160,7 +185,8 @@ class CachedPredictor(UserHistories):
             self._pages.drop(user)
 
     def encode(self, users: Sequence[User]) -> Tensor:
-        """User vectors (B, d) float32, each user as often as named; computes what is missing, and caches it.
+        """User vectors (B, d) float32 on the predictor's device, each user as often as named; computes what
+        is missing, and caches it.
 
         Raises KeyError for a user without a history, and ValueError for one without events.
         """
@@ -189,6 +215,7 @@ class CachedPredictor(UserHistories):
             return CacheStats(
                 len(self._histories), len(pages), pages.count, pages.page_bytes, pages.used, of_histories,
                 self._computed, self._reused, self._evicted + pages.evicted, self._restarted,
+                0 if pages.behind is None else pages.behind.used,
             )  # fmt: skip
 
     def _encode(self, users: Sequence[User]) -> Tensor:
@@ -201,7 +228,7 @@ class CachedPredictor(UserHistories):
         vectors: dict[User, Tensor] = {}
         for group in self._groups(lengths):
             vectors |= self._vectors(group)
-        none = torch.empty(0, self._model.config.dim, dtype=torch.float32, device="cpu")
+        none = torch.empty(0, self._model.config.dim, dtype=torch.float32, device=self._pages.store.device)
         return torch.stack([vectors[user] for user in users]) if users else none
 
     def _groups(self, lengths: dict[User, int]) -> Iterator[list[User]]:

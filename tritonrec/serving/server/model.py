@@ -18,6 +18,7 @@ from ...data import ImpressionBatch
 from ...data.jagged import offsets_of
 from ...nn import NextItemModel
 from ..cached import CachedPredictor
+from ..device import on_device
 from ..histories import Ids, array_of
 from ..predictor import Predictor
 from ..programs import CLICK, IMPRESSION, NEXT_ITEM
@@ -266,8 +267,8 @@ class Served:
 
     Args:
         load: reads the model's folder; None where a trainer is followed alone. model: of the trained
-            configuration, for cached inference. memory: of its keys and values. users: keep histories of
-            users. most_users: that have one.
+            configuration, for cached inference. memory, host_memory, device: see `CachedPredictor.load`.
+            users: keep histories of users. most_users: that have one.
     """
 
     def __init__(
@@ -275,10 +276,12 @@ class Served:
         load: Callable[[], Predictor] | None,
         model: NextItemModel | None = None,
         memory: int | str = "2GiB",
+        host_memory: int | str = 0,
+        device: torch.device | str = "cpu",
         users: bool = True,
         most_users: int = 100_000,
     ):
-        self._load, self._model, self._memory = load, model, memory
+        self._load, self._model, self._memory, self._device = load, model, (memory, host_memory), device
         self._with_users, self._most_users = users, most_users
         self._answering, self._changing = Lock(), Lock()
         self.version: Version | None = None
@@ -296,12 +299,13 @@ class Served:
             if dense is None or dense["kind"] not in served:
                 found = "tables alone" if dense is None else f"a model of kind {dense['kind']}"
                 raise ValueError(f"the export has {found}, and a server takes one of {', '.join(served)}")
+            predictor = on_device(predictor, self._device)
             users: UserHistories | None = None
             if self._with_users and dense["kind"] == NEXT_ITEM:
                 if self._model is None:
                     users = UserHistories(predictor)
                 else:
-                    users = CachedPredictor(predictor, self._model, self._memory)
+                    users = CachedPredictor(predictor, self._model, *self._memory)
             version = Version(predictor, users, self._most_users, sequence, published_at)
             attempt(_first_answer, predictor)
             with self._answering:

@@ -44,7 +44,8 @@ class Source:
 
     Args:
         path: of the export; None where `follow` is alone. model: of the trained configuration, for cached
-            inference within `memory`. follow: the URL that a trainer publishes to.
+            inference within `memory`. follow: the URL that a trainer publishes to. device: that computes.
+            host_memory: behind `memory`, which is the device's then.
     """
 
     path: Place | str | None
@@ -52,11 +53,14 @@ class Source:
     memory: str = "2GiB"
     follow: str | None = None
     approximate: Index | None = None
+    device: str = "cpu"
+    host_memory: str = "0"
 
     def open(self, config: ServerConfig) -> Served:
         """Read it."""
         load = None if self.path is None else partial(self._load, config)
-        return Served(load, self.model, self.memory, config.workers == 1, config.max_users)
+        cache = self.model, self.memory, self.host_memory
+        return Served(load, *cache, self.device, config.workers == 1, config.max_users)
 
     def _load(self, config: ServerConfig) -> Predictor:
         assert self.path is not None
@@ -137,6 +141,8 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError("--ranks does not go with --workers: each worker would have ranks of its own")
     if config.ranks > 1 and source.approximate is not None:
         raise ValueError("--ranks does not go with --approximate: an index needs all rows in one place")
+    if source.device != "cpu" and (config.ranks > 1 or source.approximate is not None):
+        raise ValueError("--device does not go with --ranks and --approximate, which search on the CPU")
     if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
     options: dict[str, Any] = {

@@ -1,0 +1,68 @@
+"""Promise: cached inference on a GPU, pages and all, has the bits of its full recomputation there.
+
+`test_plugin.py` runs this file with ``--emulate``; the GPU is pretended, and its kernels are emulated.
+`tests/serving/test_device_pages.py` has the same by Triton's interpreter.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
+from pretended import pretended  # noqa: E402
+
+from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer  # noqa: E402
+from tritonrec.data import NextItemLoader, load  # noqa: E402
+from tritonrec.kernels import dispatch  # noqa: E402
+from tritonrec.nn import HSTU, HSTUConfig, SASRec, SASRecConfig  # noqa: E402
+from tritonrec.serving import Predictor, export  # noqa: E402
+from tritonrec.serving.cached import CachedPredictor  # noqa: E402
+from tritonrec.serving.device import DevicePredictor  # noqa: E402
+
+pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
+LONGEST = 68  # more than a block of rows, whichever kernel
+SIZES = {"dim": 8, "layers": 2, "heads": 1, "qk_dim": 4, "v_dim": 6, "max_seq_len": LONGEST}
+PAGE_BYTES = 2 * 64 * (4 + 6) * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [(HSTU, HSTUConfig(**SIZES, relative_bias=True)), (SASRec, SASRecConfig(**SIZES))],
+    ids=["hstu", "sasrec"],
+)
+def test_cached_scores_and_best_items_are_recomputed_ones(tmp_path, kind, config):
+    torch.manual_seed(5)
+    model = kind(config)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(1.5).add_(torch.randn(each.shape, dtype=torch.float32) * 0.1)
+    loader = NextItemLoader(load("zipf:users=20,items=30,median_length=20,seed=3"), 8, LONGEST, 3, 0)
+    tables = HashTableCollection([FeatureConfig("item", 8)], RowOptimizer("adam", lr=0.02))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
+        trainer.step(loader.batch(0))
+        trainer.save(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", model)
+    exact, draw = Predictor.load(tmp_path / "out"), torch.Generator().manual_seed(2)
+    histories = [torch.randint(30, (n,), generator=draw) for n in (LONGEST, 3, 5)]
+    times = [torch.randint(9**6, (len(each),), generator=draw).sort().values for each in histories]
+    with pretended() as gpu:
+        full = DevicePredictor(exact, "cuda")
+        cached = CachedPredictor(full, kind(config), 2 * PAGE_BYTES, 3 * PAGE_BYTES)
+        assert cached._pages.store.is_cuda and not cached._pages.behind.store.is_cuda
+        for upto in (-3, None):
+            for user, (items, when) in enumerate(zip(histories, times, strict=True)):
+                cached.replace(user, items[:upto], when[:upto])
+            before = gpu.launches.total()
+            assert cached.encode([1]).is_cuda and gpu.launches.total() > before
+            for users in ([0], [2, 1]):
+                given = [histories[user][:upto] for user in users]
+                asked = torch.cat([times[user][:upto] for user in users])
+                got, want = cached.scores(users), full.scores(given, timestamps=asked)
+                assert torch.equal(got, want), users
+                got, want = cached.retrieve(users, 4), full.retrieve(given, 4, asked)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        stats = cached.stats()
+        assert stats.evicted and stats.reused > LONGEST - 5 and stats.host_pages_used
