@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default, said so that it stays and nobody warns
@@ -30,7 +29,6 @@ from tritonrec import ops
 from tritonrec.kernels import chunked_rows, dispatch
 from tritonrec.kernels.deferred import DeferredErrors
 from tritonrec.kernels.dropout.op import DROPOUT_ROWS
-from tritonrec.kernels.hstu_attention import triton_attention
 from tritonrec.kernels.norm_linear_silu.op import NORM_LINEAR_SILU_BACKWARD_EXACT
 from tritonrec.kernels.norm_mul_dropout.op import NORM_MUL_DROPOUT, NORM_MUL_DROPOUT_BACKWARD_EXACT
 from tritonrec.kernels.philox.device_seed import DeviceSeed, DeviceSeeds
@@ -509,13 +507,6 @@ def _dropout(dim):
 
 
 def _attention(dtype, dim_qk, dim_v, **options):
-    """Float32 backward in two kernels and in one, between which a launcher chooses by the batch."""
-    for one_pass in (False, True) if dtype == torch.float32 else (False,):
-        with patch.object(triton_attention, "fills_the_device", lambda *given, one_pass=one_pass: one_pass):
-            _attention_once(dtype, dim_qk, dim_v, **options)
-
-
-def _attention_once(dtype, dim_qk, dim_v, **options):
     q, k = (ones(size, 2, dim_qk, dtype=dtype, grad=True) for _ in range(2))
     v = ones(size, 2, dim_v, dtype=dtype, grad=True)
     out = run(ops.hstu_attention, q, k, v, offsets(), longest, alpha=0.1, scaling_seqlen=64, **options)

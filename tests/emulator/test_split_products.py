@@ -117,3 +117,24 @@ def test_they_are_matrix_instructions():
     assert counts.instructions < (1.05 if dispatch.emulated < (9, 0) else 0.65) * multiply_adds
     expected = "bf16x6" if dispatch.emulated >= (9, 0) else "ieee"
     assert configuration_of_weights(x, 64)["PRECISION"] == expected
+
+
+@pytest.mark.parametrize("dim", [32, 50])
+def test_attention_of_float32(dim):
+    """Output and gradients; a sequence has its bits beside others."""
+    offsets, heads = torch.tensor([0, 70, 75]), 2
+    q, k, v, do = drawn("asymmetric", *4 * [(75, heads, dim)], seed=dim)
+
+    def attend(impl, dtype, first=0):
+        own = [tensor[first:].to(dtype, copy=True).requires_grad_() for tensor in (q, k, v)]
+        cuts = offsets[offsets >= first] - first
+        out = ops.hstu_attention(*own, cuts, 70, alpha=0.05, scaling_seqlen=70, impl=impl)
+        grads = torch.autograd.grad(out, own, do[first:].to(dtype))
+        return [out.detach(), *grads]
+
+    got = attend("triton", torch.float32)
+    plain, exact = (attend("reference", dtype) for dtype in (torch.float32, torch.float64))
+    for where, *tensors in zip(("out", "dq", "dk", "dv"), got, plain, exact, strict=True):
+        assert_at_most_twice(*tensors, where)
+    for whole, alone in zip(got, attend("triton", torch.float32, 70), strict=True):
+        assert torch.equal(whole[70:], alone)

@@ -261,12 +261,6 @@ def test_a_process_that_emulates_already_goes_on(monkeypatch):
         assert dispatch.emulated == (8, 0)
 
 
-@pytest.mark.parametrize(("emulated", "count"), [((8, 0), 108), ((9, 0), 132), (None, 132)])
-def test_an_emulated_gpu_has_the_multiprocessors_of_an_a100_or_h100(emulated, count, monkeypatch):
-    monkeypatch.setattr(dispatch, "emulated", emulated)
-    assert dispatch.multiprocessors(torch.zeros(1)) == count
-
-
 def test_the_interpreter_is_no_emulator(monkeypatch):
     if dispatch.emulated is not None:
         pytest.skip("an emulation is under way")

@@ -168,10 +168,3 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.is_cuda or torch.version.hip:
         return (0, 0)
     return torch.cuda.get_device_capability(tensor.device)
-
-
-def multiprocessors(tensor: torch.Tensor) -> int:
-    """Of the tensor's NVIDIA GPU, or of an A100 or H100 that is emulated."""
-    if emulated is None and tensor.is_cuda:
-        return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-    return 108 if capability(tensor) == (8, 0) else 132

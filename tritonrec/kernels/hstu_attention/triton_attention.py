@@ -13,13 +13,15 @@ and dV to each term.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.call import Call, is_zero
-from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel, sequences_kernel
+from tritonrec.kernels.hstu_attention.triton_backward import columns_kernel, rows_kernel
 from tritonrec.kernels.hstu_attention.triton_bias import Bias
 from tritonrec.kernels.hstu_attention.triton_forward import forward_kernel
 from tritonrec.kernels.hstu_attention.triton_mask import Rules
@@ -28,13 +30,11 @@ from tritonrec.kernels.hstu_attention.triton_tiles import Layout, tiles_of
 from tritonrec.kernels.linear.triton_linear import INTERPRETED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-RESIDENT = {4: 4, 8: 1}
-"""Warps of a program of `sequences_kernel`: programs of a multiprocessor at a time, at most, by registers."""
 
 
 def configuration(
-    dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False, capability: tuple[int, int] = (0, 0)
-) -> dict[str, int]:
+    dim_qk: int, dim_v: int, dtype: torch.dtype, heavy: bool = False, capability: tuple[int, int] = (8, 0)
+) -> dict[str, Any]:
     """Block sizes and warps: by what is asked for, so that no batch changes a result.
 
     Chosen by hand, by what compiles with matrix instructions and without spills, and by the bytes that it
@@ -42,15 +42,20 @@ def configuration(
     as 64, and sm_90 has the registers for them. Its product of 64 x 32 is bound by what it reads of shared
     memory, 64 x 64 is not, and a step of 64 keys waits half as often.
     `heavy`: dO beside Q, two accumulators, or a bias beside the scores.
+    `capability`: (0, 0) is an AMD GPU, whose warps have 64 lanes and twice the registers.
     """
     # tl.dot takes no dimension below 16; padded features are zero and add nothing
     block_qk = max(16, triton.next_power_of_2(dim_qk))
     block_v = max(16, triton.next_power_of_2(dim_v))
     widest = max(block_qk, block_v)
-    if dtype == torch.float32:  # has no such instructions, and twice the bytes: narrow steps
+    precision = "ieee"
+    if dtype == torch.float32 and widest <= 64 and capability >= (8, 0):
+        # three bfloat16 of each number on tensor cores; wider heads would spill hundreds of bytes
+        precision, block_m = "bf16x6", 64
+        num_warps = 8 if heavy and widest == 64 and capability != (9, 0) else 4
+        block_n = 32 if widest < 64 or (capability >= (9, 0) and not heavy) else 16
+    elif dtype == torch.float32:  # a multiply-add for each term, and twice the bytes: narrow steps
         block_m, block_n, num_warps = (32 if widest > 64 else 64), 16, (8 if widest > 128 else 4)
-        if capability == (9, 0) and widest == 64:
-            num_warps = 8
     elif widest > 128:
         block_m, block_n, num_warps = 32, (16 if heavy and dtype == torch.bfloat16 else 32), 8
     elif capability == (9, 0):
@@ -59,26 +64,31 @@ def configuration(
         block_m, block_n, num_warps = 64, 32, 8
     else:
         block_m, block_n, num_warps = 64, 64, 4
+    if capability == (0, 0):
+        num_warps = 4
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_QK": block_qk, "BLOCK_V": block_v,
-        "num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False,
+        "PRECISION": precision, "num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False,
     }  # fmt: skip
 
 
 def rows_configuration(
-    config: dict[str, int], dtype: torch.dtype, has_bias: bool, capability: tuple[int, int]
-) -> dict[str, int]:
+    config: dict[str, Any], dtype: torch.dtype, has_bias: bool, capability: tuple[int, int]
+) -> dict[str, Any]:
     """That of `rows_kernel`, whose one accumulator leaves registers for wider steps."""
     wide = capability == (9, 0) and dtype != torch.float32 and not has_bias and config["BLOCK_M"] == 128
     return config | {"BLOCK_N": 64} if wide else config
 
 
-def table_configuration(dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int) -> dict[str, int]:
+def table_configuration(
+    dim_qk: int, dim_v: int, dtype: torch.dtype, entries: int, capability: tuple[int, int]
+) -> dict[str, Any]:
     """As `configuration`, for the gradients of a table."""
-    config = configuration(dim_qk, dim_v, dtype, True)
+    config = configuration(dim_qk, dim_v, dtype, True, min(capability, (8, 0)))
     own = 32 if dtype == torch.float32 or config["BLOCK_M"] == 32 else 64
     return config | {
-        "BLOCK_M": own, "BLOCK_N": min(own, config["BLOCK_N"]), "ENTRIES": triton.next_power_of_2(entries)
+        "BLOCK_M": own, "BLOCK_N": min(own, config["BLOCK_N"]), "ENTRIES": triton.next_power_of_2(entries),
+        "PRECISION": "ieee",
     }  # fmt: skip
 
 
@@ -93,39 +103,6 @@ def check(q: torch.Tensor, v: torch.Tensor) -> None:
             f"hstu_attention in Triton takes heads of up to 256 features, got {q.shape[2]} and {v.shape[2]}: "
             "take more heads, or impl='reference'"
         )
-
-
-def may_take_one_pass(q: torch.Tensor, config: dict[str, int]) -> bool:
-    """Whether `sequences_kernel` gives dQ its bits of two kernels, and spills no more than they do.
-
-    Float32 products of NVIDIA GPUs add their terms one by one, whatever the blocks, so a batch may decide
-    between the two. With heads of more than 64 features it spills 300 bytes a thread and more.
-    """
-    narrow = max(config["BLOCK_QK"], config["BLOCK_V"]) <= 64
-    return q.dtype == torch.float32 and dispatch.capability(q) >= (8, 0) and narrow
-
-
-def one_pass_configuration(config: dict[str, int]) -> dict[str, int]:
-    """That of `sequences_kernel`, which spills with 64 features in four warps."""
-    return config | {"num_warps": 8 if max(config["BLOCK_QK"], config["BLOCK_V"]) == 64 else 4}
-
-
-def fills_the_device(call: Call, tokens: int, heads: int, own: int, at_once: int) -> bool:
-    """Whether one pass ends before `rows_kernel` and `columns_kernel` would, by the count of block pairs.
-
-    A pair costs at most 0.8 of what it costs them. But a program walks all n (n + 1) / 2 pairs of its
-    sequence, while theirs walk up to n each and fill the device evenly. `at_once` programs run at a time: in
-    rounds they take at most the longest walk each, as others end at most a mean share and one longest walk.
-    """
-    blocks = triton.cdiv(call.max_seq_len, own)
-    if blocks <= 1:
-        return True  # their programs are as few
-    programs, longest = call.num_sequences * heads, blocks * (blocks + 1) / 2
-    # lengths are on the device: pairs are fewest where all sequences are as long as the mean
-    mean = tokens / call.num_sequences / own
-    share = programs * mean * (mean + 1) / 2 / at_once
-    in_rounds = 0.8 * longest * triton.cdiv(programs, at_once)
-    return share >= min(in_rounds, 4 * longest)  # 0.8 * (share + longest) <= share from 4 * longest on
 
 
 class Description:
@@ -169,7 +146,8 @@ def launch(kernel, tensors, described, tiles, heads, config, **constants) -> Non
         **pointers, **strides, layout=described.layout, rules=described.rules, bias=described.bias,
         scales_ptr=described.scales, tiles_ptr=tiles.listed, count_ptr=tiles.count, num_heads=q.shape[1],
         dim_qk=q.shape[2], dim_v=v.shape[2], alpha=described.alpha, scale=described.scale,
-        WIDEN=INTERPRETED, PTX=int(dispatch.capability(q) >= (8, 0)), **config, **constants,
+        PTX=int(dispatch.capability(q) >= (8, 0)), **constants,
+        **(config | {"PRECISION": "widened"} if INTERPRETED else config),
     )  # fmt: skip
 
 
@@ -193,8 +171,6 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
     heads, dims, described = q.shape[1], (q.shape[2], v.shape[2], q.dtype), Description(call, len(q))
     inputs = {"do": do, "q": q, "k": k, "v": v}
     config = configuration(*dims, True, dispatch.capability(q))
-    one_pass = one_pass_configuration(config)
-    at_once = RESIDENT[one_pass["num_warps"]] * dispatch.multiprocessors(q)
     tiles = tiles_of(call, len(k), config["BLOCK_M"], by_query=False)
     tensors = {**inputs, "dk": dk, "dv": dv, "dq": dq}
     if not call.deterministic:
@@ -202,8 +178,6 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         tensors["dq"] = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=True)
         dq.copy_(tensors["dq"])
-    elif may_take_one_pass(q, config) and fills_the_device(call, len(k), heads, config["BLOCK_M"], at_once):
-        launch(sequences_kernel, tensors, described, tiles, heads, one_pass)
     else:
         by_query = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
         own = rows_configuration(config, q.dtype, call.has_bias, dispatch.capability(q))
@@ -212,11 +186,11 @@ def backward(do, q, k, v, call, dq, dk, dv, dpos, dts) -> None:
         launch(columns_kernel, tensors, described, tiles, heads, config, ATOMIC=False)
     if call.pos_weights is not None:
         # 1: this kernel holds no entries of a table beside the diagonals that it owns
-        config = table_configuration(*dims, 1)
+        config = table_configuration(*dims, 1, dispatch.capability(q))
         tiles = tiles_of(call, len(k), config["BLOCK_M"], by_query=False)
         launch(positions_kernel, {**inputs, "dpos": dpos}, described, tiles, 1, config)
     if call.ts_weights is not None:
-        config = table_configuration(*dims, dts.shape[1])
+        config = table_configuration(*dims, dts.shape[1], dispatch.capability(q))
         tiles = tiles_of(call, len(q), config["BLOCK_M"], by_query=True)
         # each sequence may end in a partial block, hence one part more for each
         parts = len(k) // config["BLOCK_M"] + call.num_sequences + 1

@@ -34,12 +34,17 @@ def sigmoid(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, WIDEN: tl.constexpr):
-    """a b with exact products, summed in float32; the interpreter multiplies bfloat16 only when widened."""
-    if WIDEN:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+def product(a, b, PRECISION: tl.constexpr):
+    """a b, summed in float32. PRECISION, where a and b are float32, is that of `linear.multiply_add`.
+
+    "widened": the interpreter multiplies bfloat16 only as float32.
+    """
+    if PRECISION == "widened":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -47,7 +52,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, q_strides, k_strides, v_strides, out_strides, layout, rules, bias,
     scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr, PTX: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """O = silu(alpha Q K^T + factor bias) * mask @ V * scale."""
     # heads change fastest, so programs side by side have walks of one length
@@ -73,11 +78,11 @@ def forward_kernel(
                 k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK)
                 v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V)
                 column_time = load_times(bias.times_ptr, begin, column, length)
-                x = alpha * product(q, tl.trans(k), WIDEN)
+                x = alpha * product(q, tl.trans(k), PRECISION)
                 x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
                 p = x * sigmoid(x, PTX)
                 if masked:
                     p = tl.where(visible(row[:, None], column[None, :], history, contexts, rules), p, 0.0)
-                acc += product(p.to(v.dtype), v, WIDEN)
+                acc += product(p.to(v.dtype), v, PRECISION)
         acc = acc * (load_scales(scales_ptr, origin, row, length, hidden) * scale)[:, None]
         store_rows(acc, out_ptr, out_strides, origin, head, row, length, dim_v, BLOCK_V, hidden)

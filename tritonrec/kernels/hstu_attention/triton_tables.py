@@ -24,15 +24,15 @@ from tritonrec.kernels.hstu_attention.triton_tiles import find_tile, load_rows, 
 def score_gradients(
     q, do, row, row_time, of_row, column, k_ptr, v_ptr, k_strides, v_strides, begin, head, length, history,
     contexts, rules, bias, dim_qk, dim_v, alpha,
-    BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr, WIDEN: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dS of a block of pairs, zero where a query does not see a key."""
     k = load_rows(k_ptr, k_strides, begin, head, column, length, dim_qk, BLOCK_QK, 0)
     v = load_rows(v_ptr, v_strides, begin, head, column, length, dim_v, BLOCK_V, 0)
     column_time = load_times(bias.times_ptr, begin, column, length)
-    x = alpha * product(q, tl.trans(k), WIDEN)
+    x = alpha * product(q, tl.trans(k), PRECISION)
     x = add_bias(x, row[:, None], column[None, :], row_time[:, None], column_time[None, :], bias)
-    ds = product(do, tl.trans(v), WIDEN) * slope(x, PTX) * of_row[:, None]
+    ds = product(do, tl.trans(v), PRECISION) * slope(x, PTX) * of_row[:, None]
     seen = visible(row[:, None], column[None, :], history, contexts, rules) & (column >= 0)[None, :]
     return tl.where(seen, ds, 0.0), column_time
 
@@ -42,7 +42,7 @@ def positions_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dpos_ptr, do_strides, q_strides, k_strides, v_strides, layout, rules, bias,
     scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr, PTX: tl.constexpr, ENTRIES: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """dpos[sequence, base + sign (j - i)] for BLOCK_M distances i - j at a time, (B, entries) zero before."""
     for tile in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
@@ -74,7 +74,7 @@ def positions_kernel(
                             ds, _times = score_gradients(
                                 q, do, row, row_time, of_row, left + tl.arange(0, BLOCK_M), k_ptr, v_ptr,
                                 k_strides, v_strides, begin, head, length, history, contexts, rules, bias,
-                                dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, WIDEN, PTX,
+                                dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, PRECISION, PTX,
                             )  # fmt: skip
                             # Element (r, c) of the block is on the diagonal r
                             # - c + half * BLOCK_M of this program's BLOCK_M.
@@ -97,7 +97,7 @@ def times_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, parts_ptr, do_strides, q_strides, k_strides, v_strides, layout, rules, bias,
     scales_ptr, tiles_ptr, count_ptr, num_heads, dim_qk, dim_v, alpha, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_QK: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDEN: tl.constexpr, PTX: tl.constexpr, ENTRIES: tl.constexpr,
+    PRECISION: tl.constexpr, PTX: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Sums of dS by bucket for BLOCK_M queries at a time, to the part of the block (see `parts_kernel`)."""
     entry = tl.arange(0, ENTRIES)
@@ -120,8 +120,8 @@ def times_kernel(
                 column = block_of(n, walk) * BLOCK_N + tl.arange(0, BLOCK_N)
                 ds, column_time = score_gradients(
                     q, do, row, row_time, of_row, column, k_ptr, v_ptr, k_strides, v_strides, begin, head,
-                    length, history, contexts, rules, bias, dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V, WIDEN,
-                    PTX,
+                    length, history, contexts, rules, bias, dim_qk, dim_v, alpha, BLOCK_QK, BLOCK_V,
+                    PRECISION, PTX,
                 )  # fmt: skip
                 # only the buckets from the lowest to the highest are visited: one or two, as a rule
                 bucket = bucket_of(row_time[:, None], column_time[None, :], bias)

@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tritonrec.kernels import dispatch
 from tritonrec.kernels.head_layout import contiguous_heads
 from tritonrec.kernels.hstu_attention.triton_forward import product
 from tritonrec.kernels.linear.triton_linear import INTERPRETED
@@ -94,7 +95,7 @@ def forward_kernel(
     out_head, q_offsets_ptr, k_offsets_ptr, bias_ptr, bias_sequence, bias_head, bias_row, bias_column,
     samples_ptr, seed, tag, threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """out, most and total for BLOCK_M query rows at a time; with LAST the queries stand at the last keys."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -124,7 +125,7 @@ def forward_kernel(
             for start in range(0, stop, BLOCK_N):
                 column = start + tl.arange(0, BLOCK_N)
                 k = load_rows(k_ptr, k_row, k_head, k_begin, head, column, keys, dim, BLOCK_D)
-                s = product(q, tl.trans(k), INTERPRETED) * scale
+                s = product(q, tl.trans(k), PRECISION) * scale
                 s = mask_scores(
                     s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head,
                     row[:, None], column[None, :], queries, keys, CAUSAL,
@@ -143,7 +144,7 @@ def forward_kernel(
                         factor, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                 v = load_rows(v_ptr, v_row, v_head, k_begin, head, column, keys, dim_v, BLOCK_E)
-                acc = acc * shrink[:, None] + product(p.to(v.dtype), v, INTERPRETED)
+                acc = acc * shrink[:, None] + product(p.to(v.dtype), v, PRECISION)
                 most = higher
             most = tl.where(most == float("-inf"), 0.0, most)
             # A row that sees no key has weights of 0 / 1.
@@ -164,7 +165,7 @@ def queries_kernel(
     bias_ptr, bias_sequence, bias_head, bias_row, bias_column, samples_ptr, seed, tag, threshold, factor,
     num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq for BLOCK_M query rows at a time; `result` is the output of forward."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -191,7 +192,7 @@ def queries_kernel(
                 column = start + tl.arange(0, BLOCK_N)
                 k = load_rows(k_ptr, k_row, k_head, k_begin, head, column, keys, dim, BLOCK_D)
                 v = load_rows(v_ptr, v_row, v_head, k_begin, head, column, keys, dim_v, BLOCK_E)
-                s = product(q, tl.trans(k), INTERPRETED) * scale
+                s = product(q, tl.trans(k), PRECISION) * scale
                 s = mask_scores(
                     s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head,
                     row[:, None], column[None, :], queries, keys, CAUSAL,
@@ -199,7 +200,7 @@ def queries_kernel(
                 p = tl.div_rn(
                     exponential(s, most[:, None]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[:, None]
                 )
-                slope = product(do, tl.trans(v), INTERPRETED)
+                slope = product(do, tl.trans(v), PRECISION)
                 if DROPS:
                     four = start // 4 + tl.arange(0, BLOCK_N // 4)
                     slope = slope * draw_pairs(
@@ -207,7 +208,7 @@ def queries_kernel(
                         factor, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
                 ds = p * (slope - along[:, None]) * scale
-                acc += product(ds.to(k.dtype), k, INTERPRETED)
+                acc += product(ds.to(k.dtype), k, PRECISION)
             store_rows(acc, dq_ptr, dq_row, dq_head, begin, head, row, queries, dim, BLOCK_D)
 
 
@@ -218,7 +219,7 @@ def keys_kernel(
     k_offsets_ptr, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, samples_ptr, seed, tag,
     threshold, factor, num_tiles, num_sequences, num_heads, dim, dim_v, scale,
     CAUSAL: tl.constexpr, DROPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv for BLOCK_M key rows at a time; keys are the rows of every matrix of pairs here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -250,7 +251,7 @@ def keys_kernel(
                 at = (q_begin + row) * num_heads + head
                 most = tl.load(most_ptr + at, mask=row < queries, other=0.0)
                 total = tl.load(total_ptr + at, mask=row < queries, other=1.0)
-                s = product(k, tl.trans(q), INTERPRETED) * scale
+                s = product(k, tl.trans(q), PRECISION) * scale
                 s = mask_scores(
                     s, bias_ptr, bias_sequence, bias_head, bias_row, bias_column, sequence, head,
                     row[None, :], column[:, None], queries, keys, CAUSAL,
@@ -258,7 +259,7 @@ def keys_kernel(
                 p = tl.div_rn(
                     exponential(s, most[None, :]), tl.zeros((BLOCK_M, BLOCK_N), tl.float32) + total[None, :]
                 )
-                slope = product(v, tl.trans(do), INTERPRETED)
+                slope = product(v, tl.trans(do), PRECISION)
                 weight = p
                 if DROPS:
                     four = first // 4 + tl.arange(0, BLOCK_M // 4)
@@ -271,8 +272,8 @@ def keys_kernel(
                     slope = slope * kept
                     weight = p * kept
                 ds = p * (slope - along[None, :]) * scale
-                dk += product(ds.to(q.dtype), q, INTERPRETED)
-                dv += product(weight.to(do.dtype), do, INTERPRETED)
+                dk += product(ds.to(q.dtype), q, PRECISION)
+                dv += product(weight.to(do.dtype), do, PRECISION)
             store_rows(dk, dk_ptr, dk_row, dk_head, begin, head, column, keys, dim, BLOCK_D)
             store_rows(dv, dv_ptr, dv_row, dv_head, begin, head, column, keys, dim_v, BLOCK_E)
 
@@ -286,9 +287,12 @@ def configuration(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     # tl.dot takes no dimension below 16
     block_d, block_e = (max(16, triton.next_power_of_2(each.shape[2])) for each in (q, v))
     block_m, block_n, num_warps = BLOCKS[min(max(block_d, block_e), 256)]
+    if dispatch.capability(q) == (0, 0):
+        num_warps = 4  # of 64 lanes, on an AMD GPU
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_E": block_e,
-        "num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": False,
+        "PRECISION": "widened" if INTERPRETED else "ieee", "num_warps": num_warps, "num_stages": 2,
+        "enable_fp_fusion": False,
     }  # fmt: skip
 
 
@@ -309,7 +313,7 @@ def launch(kernel, tensors, strided, q, v, call: Call, config, last=None) -> Non
         *tensors, *(n for each in strided for n in each.stride()[:2]), call.q_offsets.contiguous(),
         call.k_offsets.contiguous(), bias, *((0, 0, 0, 0) if bias is None else bias.stride()), samples,
         call.seed, DROPOUT, int(call.p * 2**32), 1 / (1 - call.p), tiles, sequences, heads, q.shape[2],
-        v.shape[2], call.scale, CAUSAL=call.causal, DROPS=call.p > 0, INTERPRETED=INTERPRETED, **config,
+        v.shape[2], call.scale, CAUSAL=call.causal, DROPS=call.p > 0, **config,
     )  # fmt: skip
 
 
