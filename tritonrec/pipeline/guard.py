@@ -260,8 +260,16 @@ class Guard:
                         if not len(part):
                             continue
                         of_part = batch.select(part), window, positions[part.to(positions.device)]
-                        given = seed, settings, scale_exponent, accumulator, totals
-                        losses, own = losses_of(self._model, *of_part, *given, lambda _: None)
+                        losses, own = losses_of(
+                            self._model,
+                            *of_part,
+                            seed,
+                            settings,
+                            scale_exponent,
+                            accumulator,
+                            totals,
+                            lambda _: None,
+                        )
                         calls.append([losses, *own.values()])
                     by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
                     found.append([*by_sample, *totals.values(), accumulator.take_flat()])
