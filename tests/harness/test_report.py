@@ -140,12 +140,8 @@ def test_a_kernel_that_a_target_lacks_fails():
     for key in report["kernels"]:
         if key.startswith("bucketize.count_kernel"):
             del report["kernels"][key]["gfx942"]
-        if key.startswith("hstu_attention.sequences_kernel"):
-            del report["kernels"][key]["sm_90"]
-    found, one = sections.compiled(report, "x"), "hstu_attention.sequences_kernel"
-    assert not found.passed and "There is no bucketize.count_kernel for gfx942" in found.text
-    assert f"{one} for sm_90." in found.text and f"{one} for gfx942" not in found.text
-    assert f"{one} is launched on NVIDIA GPUs alone." in found.text
+    found = sections.compiled(report, "x")
+    assert not found.passed and "There is no bucketize.count_kernel for gfx942." in found.text
     assert not sections.compiled({**report, "uncovered": ["unique.slow_kernel"]}, "x").passed
 
 

@@ -132,10 +132,6 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
-NVIDIA_ALONE = ("hstu_attention.sequences_kernel",)
-"""Kernels that GPUs of other vendors never launch, and have others in the place of."""
-
-
 def compiled(report: dict[str, Any], source: str) -> Section:
     """The compile matrix: per kernel the most registers, stack and shared memory of its launches."""
     kernels, made = report["kernels"], report["provenance"]
@@ -151,7 +147,6 @@ def compiled(report: dict[str, Any], source: str) -> Section:
         for name, launches in by_kernel.items()
         for target in TARGETS
         if not any(target in each for each in launches)
-        and (name not in NVIDIA_ALONE or target.startswith("sm_"))
     ]
     return Section(
         "Compiled kernels",
@@ -160,8 +155,7 @@ def compiled(report: dict[str, Any], source: str) -> Section:
         f"{made['date']}. Cells are registers of a "
         "thread / bytes of stack / bytes of shared memory, each the most of all launches."
         + (f" No launch reaches {', '.join(uncovered)}." if uncovered else "")
-        + (f" There is no {', '.join(lacking)}." if lacking else "")
-        + "".join(f" {name} is launched on NVIDIA GPUs alone." for name in NVIDIA_ALONE if name in by_kernel),
+        + (f" There is no {', '.join(lacking)}." if lacking else ""),
         source,
         [Table("Kernels", ("kernel", *TARGETS), rows, long=True)],
         passed=not uncovered and not lacking and whole == len(kernels),
