@@ -22,7 +22,8 @@ def noted(storages: set[int]) -> Iterator[None]:
     def filling(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def filled(*args: Any, **options: Any) -> torch.Tensor:
             out = allocate(*args, **options)
-            if out.device.type == "cpu" and out.layout == torch.strided and not out.is_quantized:
+            written = type(out) is torch.Tensor and not out.is_quantized  # a fake one has no memory
+            if written and out.device.type == "cpu" and out.layout == torch.strided:
                 storage = out.untyped_storage()
                 words = (ctypes.c_uint32 * (storage.nbytes() // 4)).from_address(storage.data_ptr())
                 np.ctypeslib.as_array(words).fill(POISON)
