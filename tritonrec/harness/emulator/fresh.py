@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._device import _device_constructors
 
 from .layout import POISON
 
@@ -32,6 +33,7 @@ def noted(storages: set[int]) -> Iterator[None]:
 
         return filled
 
+    _device_constructors()  # is made once, and ``with torch.device("meta")`` must know the true functions
     before = [getattr(owner, name) for owner, name in _ALLOCATE]
     for (owner, name), original in zip(_ALLOCATE, before, strict=True):
         setattr(owner, name, filling(original))
