@@ -39,9 +39,7 @@ class DevicePredictor(Predictor):
         holds its rows, or searches, in a way of its own.
         """
         if type(exact) not in (Predictor, DevicePredictor):
-            raise TypeError(
-                f"a {type(exact).__name__} computes in a way of its own, which a device has not: take a Predictor"
-            )
+            raise TypeError(f"a {type(exact).__name__} computes in a way of its own: give a Predictor")
         dense = exact.dense_of(NEXT_ITEM, "a predictor on a device")
         super().__init__(exact.manifest, exact.tables, exact.program, exact.vocabularies)
         self.device = usable_device(device)
