@@ -38,6 +38,7 @@ from tritonrec.pipeline.places import Embeddings  # noqa: E402
 from tritonrec.pipeline.stage import Read  # noqa: E402
 from tritonrec.pipeline.sums import Sent, Sums  # noqa: E402
 from tritonrec.pipeline.window import Window  # noqa: E402
+from tritonrec.serving.cached.pages import Pages  # noqa: E402
 from tritonrec.settings import with_values  # noqa: E402
 
 STEPS, MEASURED = 4, 2
@@ -297,3 +298,16 @@ def test_a_micro_batch_is_at_most_40_launches_and_no_wait():
     baseline = json.loads((ROOT / "ci" / "baselines" / "steps.json").read_text())
     for case, stages in baseline.items():
         assert stages["compute"]["launches"] <= 4 * 40 and not stages["compute"]["waits"], case
+
+
+def test_what_a_device_has_no_room_for_leaves_nothing_there():
+    """Neither keys and values nor the user's vector, which `memory` does not bound."""
+    page = 2 * 64 * 3 * 4
+    with pretended():
+        pages = Pages(page, 2, 3, torch.float32, 64, "cuda", behind=page)
+        entry = pages.take("a", 5, ())
+        entry.known, entry.vector = 5, torch.randn(4, dtype=torch.float32, device="cuda")
+        pages.take("b", 5, ())
+        behind = pages.behind.find("a")
+        assert pages.store.is_cuda and not behind.vector.is_cuda and not pages.behind.store.is_cuda
+        assert pages.take("a", 5, ()).vector.is_cuda

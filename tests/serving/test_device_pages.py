@@ -17,6 +17,7 @@ from tritonrec.serving import Predictor
 from tritonrec.serving.cached import CachedPredictor, CacheMemoryError
 from tritonrec.serving.cached.pages import Pages
 from tritonrec.serving.device import DevicePredictor, on_device
+from tritonrec.serving.spread_rows import SpreadRowsPredictor
 
 DEVICE = "cuda" if GPU else "cpu"
 
@@ -171,6 +172,9 @@ def test_what_a_device_cannot_do_is_refused_by_name(made, monkeypatch):
         DevicePredictor(Predictor({**full.manifest, "dense": dense}, full.tables, full.program), "cpu")
     with pytest.raises(ValueError, match="needs a dense model of kind next_item"):
         DevicePredictor(described(kind="click"), "cpu")
+    front = SpreadRowsPredictor(full, ranks=None, version=0)
+    with pytest.raises(TypeError, match="a SpreadRowsPredictor computes in a way of its own"):
+        DevicePredictor(front, "cpu")
     with pytest.raises(TypeError, match="FuXi has no cached inference"):
         CachedPredictor(DevicePredictor(full, "cpu"), FuXi(FuXiConfig(dim=16, max_seq_len=LONGEST)))
     with pytest.raises(ValueError, match="other bits than the export's program"):

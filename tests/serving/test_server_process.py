@@ -184,6 +184,12 @@ def workers_of(parent):
             ["MODEL", "--cached", "RUN"],
             "was not saved by this version of tritonrec train: serve without --cached",
         ),
+        (["MODEL", "--memory", "much"], "memory must be bytes, or such as '512MiB'"),
+        (["MODEL", "--host-memory", "much"], "host_memory must be bytes, or such as '512MiB'"),
+        (["MODEL", "--host-memory", "1GiB"], "--host-memory goes with --cached and a --device"),
+        (["MODEL", "--device", "gpu"], "there is no device 'gpu'"),
+        (["--follow", "nowhere", "--device", "gpu"], "there is no device 'gpu'"),
+        (["MODEL", "--device", "cuda", "--ranks", "2"], "--device does not go with --ranks"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, words, says):

@@ -35,8 +35,11 @@ class DevicePredictor(Predictor):
         """Put the layers and the items, (I, d) float32, of `exact` on a device.
 
         Raises ValueError for a device that is not here, a model that is not of the next item, and an export
-        that does not describe its layers, as those of an HSTU and a SASRec do.
+        that does not describe its layers, as those of an HSTU and a SASRec do; TypeError for an `exact` that
+        holds its rows, or searches, in a way of its own.
         """
+        if type(exact) not in (Predictor, DevicePredictor):
+            raise TypeError(f"a {type(exact).__name__} computes in a way of its own: give a Predictor")
         dense = exact.dense_of(NEXT_ITEM, "a predictor on a device")
         super().__init__(exact.manifest, exact.tables, exact.program, exact.vocabularies)
         self.device = usable_device(device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._device import _device_constructors
 
 from .layout import POISON
 
@@ -22,7 +23,8 @@ def noted(storages: set[int]) -> Iterator[None]:
     def filling(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def filled(*args: Any, **options: Any) -> torch.Tensor:
             out = allocate(*args, **options)
-            if out.device.type == "cpu" and out.layout == torch.strided and not out.is_quantized:
+            written = type(out) is torch.Tensor and not out.is_quantized  # a fake one has no memory
+            if written and out.device.type == "cpu" and out.layout == torch.strided:
                 storage = out.untyped_storage()
                 words = (ctypes.c_uint32 * (storage.nbytes() // 4)).from_address(storage.data_ptr())
                 np.ctypeslib.as_array(words).fill(POISON)
@@ -31,6 +33,7 @@ def noted(storages: set[int]) -> Iterator[None]:
 
         return filled
 
+    _device_constructors()  # is made once, and ``with torch.device("meta")`` must know the true functions
     before = [getattr(owner, name) for owner, name in _ALLOCATE]
     for (owner, name), original in zip(_ALLOCATE, before, strict=True):
         setattr(owner, name, filling(original))

@@ -141,7 +141,8 @@ class Pages:
         """Make an entry that has pages what `_read` gave."""
         rows = self.rows(cached, before.known).to(self.store.device)
         self.store.index_copy_(1, rows, values.to(self.store.device))
-        cached.known, cached.vector = before.known, before.vector
+        cached.known = before.known
+        cached.vector = None if before.vector is None else before.vector.to(self.store.device)
 
     def rows(self, cached: Cached, tokens: int) -> Tensor:
         """(tokens,) int64: the rows of ``store[layer]`` that hold a user's first tokens."""

@@ -22,7 +22,9 @@ from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from ...files import ScratchFolder
 from ...files.places import Place, place_of
+from ...kernels.dispatch import usable_device
 from ...nn import NextItemModel
+from ...settings import bytes_of
 from ..approximate import ApproximatePredictor, Index
 from ..manifest import read_manifest
 from ..predictor import Predictor
@@ -143,6 +145,10 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError("--ranks does not go with --approximate: an index needs all rows in one place")
     if source.device != "cpu" and (config.ranks > 1 or source.approximate is not None):
         raise ValueError("--device does not go with --ranks and --approximate, which search on the CPU")
+    bytes_of(source.memory)
+    host_memory = bytes_of(source.host_memory, "host_memory")
+    if (usable_device(source.device).type == "cpu" or source.model is None) and host_memory:
+        raise ValueError("--host-memory goes with --cached and a --device, whose memory it stands behind")
     if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
     options: dict[str, Any] = {
