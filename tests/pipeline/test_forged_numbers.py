@@ -263,5 +263,5 @@ def test_a_state_of_none_in_place_of_a_tensor_is_refused():
     state = dense.state_dict()
     kept = next(iter(state["optimizers"][0]["state"].values()))
     kept["exp_avg"] = None
-    with pytest.raises(ValueError, match="exp_avg of .* is NoneType"):
+    with pytest.raises(ValueError, match=r"exp_avg of .* is NoneType"):
         dense.load_state_dict(state)
