@@ -251,3 +251,17 @@ def test_an_average_of_fewer_than_no_models_is_refused():
         state["average"]["n_averaged"] = wrong
         with pytest.raises(ValueError, match="average"):
             dense().load_state_dict(state)
+
+
+def test_a_state_of_none_in_place_of_a_tensor_is_refused():
+    model = Ranker()
+    optimizer = torch.optim.Adam(model.parameters())
+    dense = DenseModel(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = dense.state_dict()
+    kept = next(iter(state["optimizers"][0]["state"].values()))
+    kept["exp_avg"] = None
+    with pytest.raises(ValueError, match=r"exp_avg of .* is NoneType"):
+        dense.load_state_dict(state)

@@ -177,7 +177,7 @@ def validate_kept(
                 )
         for key in SHAPED & values.keys():
             found = values[key]
-            if found is None:
+            if found is None and key == "momentum_buffer":  # of SGD without momentum
                 continue
             if not isinstance(found, torch.Tensor) or found.shape != parameters[name].shape:
                 shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
