@@ -249,6 +249,10 @@ WRONG_STATES = {
         lambda s: s["optimizers"][0]["param_groups"][0].update(betas=(0.9,)),
         "betas of group 0 is .*where .* is here",
     ),
+    "a group without one": (
+        lambda s: s["optimizers"][0]["param_groups"][0].pop("weight_decay"),
+        "group 0 of the optimizer lacks weight_decay",
+    ),
     "another optimizer": (
         lambda s: s["optimizers"][0]["state"]["mix.bias"].pop("exp_avg"),
         "mix.bias: the optimizer keeps step, exp_avg",

@@ -88,6 +88,9 @@ def _validate_optimizer(packed: Mapping[str, Any], expected: Mapping[str, Any]) 
                 f"group {number} of the optimizer has no {', '.join(sorted(unknown))}, but "
                 f"{', '.join(sorted(own.keys() - {'params'}))}: was it saved with another optimizer?"
             )
+        # switches that torch has added since may be missing, which it fills in itself; numbers it does not
+        if lacking := [name for name, value in own.items() if name not in group and _is_setting(value)]:
+            raise ValueError(f"group {number} of the optimizer lacks {', '.join(sorted(lacking))}")
         for name, value in own.items():
             given = group.get(name, value)
             if not _fits(given, value):
@@ -112,6 +115,10 @@ def _fits(given: Any, own: Any) -> bool:
     if not isinstance(own, NUMBERS):
         return True
     return _is_number(given) and bool(given == own or (_is_finite(given) and (own < 0 or given >= 0)))
+
+
+def _is_setting(own: Any) -> bool:
+    return isinstance(own, (*NUMBERS, list, tuple)) and not isinstance(own, bool)
 
 
 def _is_number(given: Any) -> bool:
