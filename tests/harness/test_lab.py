@@ -151,7 +151,7 @@ def test_the_document_and_the_picture(result, tmp_path):
     assert document["emulated"]["seconds_per_step"] == {"compute": 0.03}
     assert [row["mode"] for row in document["rows"]] == ["sequential", "nestpipe", "nestpipe"]
     assert document["rows"][2]["switches"] == {"consistency": "window", "clustering": True}
-    assert [row["taper"] for row in document["rows"]] == [1.0, 0.8, 1.0]
+    assert [row["taper"] for row in document["rows"]] == [1.0, 0.9, 1.0]
     for row in document["rows"]:
         assert len(row["speedups"]) == 2 and row["stages"]["exchange"]["bytes"] > 0
         seconds = report.parts(result.rows[document["rows"].index(row)])

@@ -162,8 +162,8 @@ def test_a_trace_says_which_exchanges_run_and_why(mode, exchanges, machines, sai
 
     beside = mode == "nestpipe" and exchanges != "once" and (exchanges, machines) != ("auto", 1)
     for words, taper in run_ranks(2, rank):
-        assert words.startswith(said) and taper == (0.8 if beside else 1.0)
-        assert ("; micro-batches have 0.8 of the samples of their inner neighbours" in words) is beside
+        assert words.startswith(said) and taper == (0.9 if beside else 1.0)
+        assert ("; micro-batches have 0.9 of the samples of their inner neighbours" in words) is beside
 
 
 def test_a_trace_says_where_a_machine_could_get_a_row_once():

@@ -223,7 +223,7 @@ def test_settings_that_cannot_be_are_refused(options, said):
 @pytest.mark.parametrize(
     ("options", "around", "cut"),
     [
-        ({}, (True, 2, False), (4, 0.8)), ({"exchanges": "joined"}, (True, 2, True), (4, 0.8)),
+        ({}, (True, 2, False), (4, 0.9)), ({"exchanges": "joined"}, (True, 2, True), (4, 0.9)),
         ({"taper": 0.3, "micro_batches": 8}, (True, 2, False), (8, 0.3)),
         ({"taper": 1.0}, (True, 2, False), (4, 1.0)),
         ({}, (True, 2, True), (4, 1.0)),  # messages that processors copy travel beside nothing

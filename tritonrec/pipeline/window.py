@@ -25,7 +25,7 @@ Dedup = Literal["none", "exchange", "lookup", "both"]
 ExchangeSums = Literal["auto", "packed", "whole"]
 FROZEN_WINDOW = 4
 """Micro-batches of a frozen window unless said otherwise."""
-TAPER = 0.8
+TAPER = 0.9
 """Of a window whose exchanges travel beside its computation, unless said otherwise (docs/scale.md)."""
 Exchanges = Literal["auto", "once", "joined", "each"]
 
@@ -142,7 +142,7 @@ class ExchangeConfig:
     dedup: Dedup = setting("both", "Drop repeated keys before the exchange, the lookup, or both.")
     first_use: bool = setting(False, "Send a row once a window, and its gradient once.")
     taper: float = setting(
-        0.0, "Micro-batch over its neighbour nearer to the middle; 0: 0.8 over links, else 1.", 0, 1
+        0.0, "Micro-batch over its neighbour nearer to the middle; 0: 0.9 over links, else 1.", 0, 1
     )
     skip_fetch: bool = setting(False, "Rows of consecutive batches stay in the buffers.")
     sharing: Exchanges = setting(
