@@ -122,6 +122,7 @@ def actions_here(connection):
     connection.send([*map(signal.getsignal, STOP_SIGNALS), signal.pthread_sigmask(signal.SIG_BLOCK, [])])
 
 
+@pytest.mark.if_changed
 def test_a_signal_that_a_terminal_sends_while_the_server_imports_is_not_its_own(capfd):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     server, (here, there) = fork_server.ForkServer(), Pipe()

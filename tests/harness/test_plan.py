@@ -378,6 +378,7 @@ def parent(communicators, number):
     return {"parent": os.getppid(), "rank": communicators.rank, "number": number}
 
 
+@pytest.mark.if_changed
 def test_one_rank_is_tried_in_a_process_like_the_commands_own():
     """A fork of the ranks' server has 150 MB less of libraries: a plan of one rank was 0.75 of its run."""
     assert report.alone(parent, 5) == {"parent": os.getpid(), "rank": 0, "number": 5}

@@ -58,6 +58,7 @@ def test_the_command_goes_on_with_the_same_bits(memory_ends, tmp_path):
     assert [int(step) for step in logged if step][:30] == [*range(1, 31)]
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("spill", ["", "64KiB:"])
 def test_one_rank_without_memory_ends_all_or_takes_all_to_disk(memory_ends, spill, tmp_path):
     run = replace(RUN, checkpoint=tmp_path / "run", spill=spill and f"{spill}{tmp_path}")

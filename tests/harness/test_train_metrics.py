@@ -31,6 +31,7 @@ def logged(path):
     return {step: values for step, values in found.items() if values}
 
 
+@pytest.mark.if_changed
 def test_a_click_model_logs_them_at_any_world_size_and_after_a_restart(run, tmp_path):
     train(Communicators.local(), run, quiet=True)
     alone = logged(run.json_lines)

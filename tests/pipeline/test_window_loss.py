@@ -305,6 +305,7 @@ def by_the_mean(losses, step):  # the same functions of autograd before and afte
     return losses * (losses.detach().mean() if step >= 20 else torch.tensor(2.0))
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize(
     ("change", "micro_batches", "last"),
     [(less_the_mean, 4, 19), (less_the_mean, 16, 19), (by_the_mean, 4, 30)],

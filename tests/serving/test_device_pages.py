@@ -67,6 +67,7 @@ def life(exports):
     return evicted, served.cached.stats()
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
 @pytest.mark.parametrize(("timed", "kind"), [(True, HSTU), (False, SASRec)], ids=["hstu", "sasrec"])
 @pytest.mark.parametrize("host_pages", [0, 3])
