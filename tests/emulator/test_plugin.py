@@ -12,13 +12,16 @@ from tritonrec.harness.cli import app
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FEW = "test_threads.py", "test_hot_keys.py", "test_wide_products.py"
+FEW = "test_threads.py", "test_hot_keys.py", "test_wide_products.py", "test_cached_pages.py"
 SPLIT = "test_split_products.py"
 KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", SPLIT, *FEW)]
-QUICK = [*(str(HERE / name) for name in FEW), str(ROOT / "tests/kernels/test_unique.py::test_equals_a_dict")]
+QUICK = [
+    *(str(HERE / name) for name in (*FEW, f"{SPLIT}::test_attention_of_float32")),
+    str(ROOT / "tests/kernels/test_unique.py::test_equals_a_dict"),
+]
 """What only an emulation can run, and programs that meet at atomics in any order, in every `make test`."""
 TRAINING = [
-    *(str(HERE / name) for name in ("test_training.py", "test_graphs.py", "test_cached_pages.py", SPLIT)),
+    *(str(HERE / name) for name in ("test_training.py", "test_graphs.py", SPLIT)),
     str(ROOT / "tests/kernels/test_hash_table_used.py::test_kernels_read_as_many_bytes_of_any_table"),
 ]
 """Whose eighty kernels take minutes to compile."""

@@ -82,16 +82,23 @@ class Exports:
         return CachedPredictor.load(self.paths[version], self.model(), memory=memory)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def exports_in(tmp_path_factory):
+    """Each kind of `Exports` that is asked for, made once."""
     kinds = {}
 
     def of(timed, precision="float32", kind=HSTU):
         if (timed, precision, kind) not in kinds:
-            kinds[timed, precision, kind] = Exports(tmp_path_factory.mktemp("cached"), timed, precision, kind)
+            kinds[timed, precision, kind] = Exports(
+                tmp_path_factory.mktemp("exports"), timed, precision, kind
+            )
         return kinds[timed, precision, kind]
 
     return of
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return exports_in(tmp_path_factory)
 
 
 class Served:

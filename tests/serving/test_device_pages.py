@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from impls import GPU, TRITON
-from test_cached import LONGEST, PAGE, PAGE_BYTES, SIZES, Exports, Served
+from test_cached import LONGEST, PAGE, PAGE_BYTES, SIZES, Served, exports_in
 
 from tritonrec.nn import HSTU, FuXi, FuXiConfig, HSTUConfig, SASRec
 from tritonrec.ops import use_impl
@@ -24,14 +24,7 @@ DEVICE = "cuda" if GPU else "cpu"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    kinds = {}
-
-    def of(timed, precision="float32", kind=HSTU):
-        if (timed, precision, kind) not in kinds:
-            kinds[timed, precision, kind] = Exports(tmp_path_factory.mktemp("device"), timed, precision, kind)
-        return kinds[timed, precision, kind]
-
-    return of
+    return exports_in(tmp_path_factory)
 
 
 class OnDevice:

@@ -261,15 +261,9 @@ class Guard:
                             continue
                         of_part = batch.select(part), window, positions[part.to(positions.device)]
                         losses, own = losses_of(
-                            self._model,
-                            *of_part,
-                            seed,
-                            settings,
-                            scale_exponent,
-                            accumulator,
-                            totals,
+                            self._model, *of_part, seed, settings, scale_exponent, accumulator, totals,
                             lambda _: None,
-                        )
+                        )  # fmt: skip
                         calls.append([losses, *own.values()])
                     by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
                     found.append([*by_sample, *totals.values(), accumulator.take_flat()])
