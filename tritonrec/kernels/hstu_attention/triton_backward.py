@@ -101,11 +101,8 @@ def columns_kernel(
         dv = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
         # The transposed walk: this program owns keys, which are the rows of its tiles, and meets queries.
         walk = query_blocks(first, column_stop, length, history, contexts, hidden, rules, BLOCK_N)
-        # a second loop is worth its registers where the compiler has them; AMD's would spill
-        first_clear = walk.count
-        if PTX or PRECISION == "widened":
-            first_clear = masked_queries(column_stop, history, walk, rules, BLOCK_N)
-        for clear in tl.static_range(2 if PTX or PRECISION == "widened" else 1):
+        first_clear = masked_queries(column_stop, history, walk, rules, BLOCK_N)
+        for clear in tl.static_range(2):
             for n in range(first_clear * clear, walk.count if clear else first_clear):
                 start = block_of(n, walk) * BLOCK_N
                 row = start + tl.arange(0, BLOCK_N)
