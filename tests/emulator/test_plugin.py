@@ -14,10 +14,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FEW = "test_threads.py", "test_hot_keys.py", "test_wide_products.py", "test_cached_pages.py"
 SPLIT = "test_split_products.py"
+SOFTMAX = "test_softmax_attention.py::test_error_is_that_of_plain_float32[triton-other_keys_causal]"
+RELATIVE = "test_relative_aggregate.py::test_error_is_that_of_plain_float32[triton-odd_dim]"
 KERNELS = [str(HERE / name) for name in ("test_triton_kernels.py", SPLIT, *FEW)]
 QUICK = [
     *(str(HERE / name) for name in (*FEW, f"{SPLIT}::test_attention_of_float32")),
     str(ROOT / "tests/kernels/test_unique.py::test_equals_a_dict"),
+    *(str(ROOT / f"tests/kernels/{name}") for name in (SOFTMAX, RELATIVE)),
 ]
 """What only an emulation can run, and programs that meet at atomics in any order, in every `make test`."""
 TRAINING = [

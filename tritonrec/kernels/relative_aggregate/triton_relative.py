@@ -26,6 +26,7 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.head_layout import contiguous_heads
+from tritonrec.kernels.hstu_attention.triton_forward import product
 from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_sequences import load_rows, locate, store_rows
 
@@ -72,6 +73,7 @@ def forward_kernel(
     v_ptr, out_ptr, v_row, v_head, out_row, out_head, table_ptr, times_ptr, offsets_ptr, num_tiles,
     num_sequences, num_heads, dim, buckets,
     HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out for BLOCK_M query rows at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -92,7 +94,7 @@ def forward_kernel(
                 # a hidden pair's bucket may be negative: the mask keeps it from memory and makes its weight 0
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
                 v = load_rows(v_ptr, v_row, v_head, begin, head, column, length, dim, BLOCK_D).to(tl.float32)
-                acc += tl.dot(weight, v, input_precision="ieee")
+                acc += product(weight, v, PRECISION)
             store_rows(acc, out_ptr, out_row, out_head, begin, head, row, length, dim, BLOCK_D)
 
 
@@ -101,6 +103,7 @@ def values_kernel(
     do_ptr, dv_ptr, do_row, do_head, dv_row, dv_head, table_ptr, times_ptr, offsets_ptr, num_tiles,
     num_sequences, num_heads, dim, buckets,
     HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv for BLOCK_M key rows at a time; keys are the rows of every matrix here."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -120,7 +123,7 @@ def values_kernel(
                 seen = (column[:, None] <= row[None, :]) & (row < length)[None, :]
                 weight = tl.load(table_ptr + head * buckets + bucket, mask=seen, other=0.0)
                 do = load_rows(do_ptr, do_row, do_head, begin, head, row, length, dim, BLOCK_D).to(tl.float32)
-                acc += tl.dot(weight, do, input_precision="ieee")
+                acc += product(weight, do, PRECISION)
             store_rows(acc, dv_ptr, dv_row, dv_head, begin, head, column, length, dim, BLOCK_D)
 
 
@@ -129,7 +132,7 @@ def table_kernel(
     do_ptr, v_ptr, do_row, do_head, v_row, v_head, dtable_ptr, times_ptr, offsets_ptr, num_tiles,
     num_sequences, num_heads, dim, buckets,
     HAS_TIMES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    PRECISION: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Each sequence's gradient of ENTRIES entries of the table at a time."""
     for tile in range(tl.program_id(0).to(tl.int64), num_tiles, tl.num_programs(0)):
@@ -158,7 +161,7 @@ def table_kernel(
                     row[:, None], column[None, :], row_time[:, None], column_time[None, :], buckets, HAS_TIMES
                 )
                 seen = (column[None, :] <= row[:, None]) & (row < length)[:, None]
-                score = tl.dot(do, tl.trans(v), input_precision="ieee")
+                score = product(do, tl.trans(v), PRECISION)
                 for e in range(ENTRIES):
                     mine = tl.where(seen & (bucket == first + e), score, 0.0)
                     acc += tl.where(entry == first + e, tl.sum(tl.sum(mine, axis=1), axis=0), 0.0)
@@ -169,23 +172,19 @@ def table_kernel(
 # Rows that a program owns, rows that it takes at a step, warps; by head dimension, for what compiles without
 # spilling. Nothing here was timed.
 BLOCKS = {16: (64, 16, 4), 32: (64, 16, 4), 64: (64, 16, 4), 128: (32, 16, 4), 256: (32, 16, 8)}
-BLOCKS_FROM = {  # where NVIDIA's architectures from this one on have others
-    (0, 0): {},
-    (8, 0): {32: (32, 16, 8), 64: (32, 32, 8), 128: (32, 16, 8)},
-    (9, 0): {32: (32, 16, 8)},
-    (10, 0): {128: (32, 16, 8)},
-}
 
 
 def configuration(v: torch.Tensor) -> dict[str, int]:
     """Block sizes and warps: a function of D and the device, so that no batch changes a result."""
     # tl.dot takes no dimension below 16
     block_d = max(16, triton.next_power_of_2(v.shape[2]))
-    others = BLOCKS_FROM[max(each for each in BLOCKS_FROM if each <= dispatch.capability(v))]
-    block_m, block_n, num_warps = {**BLOCKS, **others}[min(block_d, 256)]
+    block_m, block_n, num_warps = BLOCKS[min(block_d, 256)]
+    precision = "ieee"
+    if dispatch.capability(v) >= (8, 0) and block_d <= 128:  # three bfloat16 of a float32, on tensor cores
+        precision, block_m = "bf16x6", 64
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": 2,
-        "enable_fp_fusion": False,
+        "PRECISION": precision, "enable_fp_fusion": False,
     }  # fmt: skip
 
 

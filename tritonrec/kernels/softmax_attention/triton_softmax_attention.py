@@ -280,18 +280,23 @@ def keys_kernel(
 
 # Rows that a program owns, rows that it takes at a step, warps; by the head's dimension. Nothing was timed.
 BLOCKS = {16: (32, 32, 4), 32: (32, 32, 4), 64: (32, 16, 4), 128: (32, 16, 8), 256: (16, 16, 8)}
+SPLIT_BLOCKS = {16: (64, 32, 4), 32: (64, 32, 4)}
+"""Where a float32 is three bfloat16 on tensor cores; wider heads would spill."""
 
 
 def configuration(q: torch.Tensor, v: torch.Tensor) -> dict[str, int]:
     """Block sizes and warps: a function of D and E, so that no batch changes a result."""
     # tl.dot takes no dimension below 16
     block_d, block_e = (max(16, triton.next_power_of_2(each.shape[2])) for each in (q, v))
-    block_m, block_n, num_warps = BLOCKS[min(max(block_d, block_e), 256)]
-    if dispatch.capability(q) == (0, 0):
+    widest, capability = min(max(block_d, block_e), 256), dispatch.capability(q)
+    splits = q.dtype == torch.float32 and widest in SPLIT_BLOCKS and capability >= (8, 0)
+    block_m, block_n, num_warps = (SPLIT_BLOCKS if splits else BLOCKS)[widest]
+    precision = "bf16x6" if splits else "ieee"
+    if capability == (0, 0):
         num_warps = 4  # of 64 lanes, on an AMD GPU
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_E": block_e,
-        "PRECISION": "widened" if INTERPRETED else "ieee", "num_warps": num_warps, "num_stages": 2,
+        "PRECISION": "widened" if INTERPRETED else precision, "num_warps": num_warps, "num_stages": 2,
         "enable_fp_fusion": False,
     }  # fmt: skip
 
@@ -330,6 +335,8 @@ def backward(do, out, most, total, q, k, v, call: Call, dq, dk, dv) -> None:
     do, out, q, k, v = map(contiguous_heads, (do, out, q, k, v))
     config, given = configuration(q, v), (do, out, most.contiguous(), total.contiguous(), q, k, v)
     launch(queries_kernel, (*given, dq), (do, out, q, k, v, dq), q, v, call, config)
+    if config["PRECISION"] == "bf16x6":
+        config = config | {"BLOCK_N": 16}  # two accumulators leave no registers for more
     launch(keys_kernel, (*given, dk, dv), (do, out, q, k, v, dk, dv), q, v, call, config)
 
 
