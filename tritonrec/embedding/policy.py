@@ -36,7 +36,7 @@ class Placement:
             checkpoint.
         memory: of the rows of such a table in host memory, one of each merged table and rank, such as
             ``"2GiB"``. Two batches' rows should fit.
-        index_memory: of a ``"disk"`` table's key structure in host memory, such as ``"4GiB"``; a larger one lies
+        index_memory: of a ``"disk"`` table's key structure in memory, such as ``"4GiB"``; a larger one is
             in a file in `path`, too. By default it is in memory at every size.
     """
 
@@ -71,8 +71,8 @@ class Placement:
         if self.index_memory:
             if self.storage != "disk":
                 raise ValueError(
-                    f"index_memory={self.index_memory!r} (disk_index_memory) is of tables on disk, and these have "
-                    f"storage={self.storage!r}"
+                    f"index_memory={self.index_memory!r} (disk_index_memory) is of tables on disk, and "
+                    f"these have storage={self.storage!r}"
                 )
             bytes_of(self.index_memory, "index_memory of tables on disk (disk_index_memory)")
         if self.path:

@@ -41,7 +41,7 @@ DISK: tuple[Stored, ...] = ("disk", "cached-disk")
 DISK_MEMORY = "6KiB"
 """Of a table on disk: as much. Its keys lie there as well."""
 ON_DISK = ("lru", "lfu", "ttl", "admission", "precision-tiers", "policies", "merged")
-"""Policies of tables on disk, in every mode, each with a restart in another place and at another world size."""
+"""Policies of tables on disk, in every mode, with a restart in another place and at another world size."""
 
 
 @dataclass(frozen=True)
@@ -405,8 +405,10 @@ def storage_cases(
             for name in (*variants[1:], "first-use", "dedup-none", "merged", "exchange-bf16")
         ]
         cases.append(replace(plain, variant=RESTART, restart=1, clustering=False))
-        small = Case("sequential", "batch", min(largest, 2), min(micro_batches, key=lambda count: abs(count - 2)),
-                     False, "adam", steps, storage=storage, restart=min(largest, 2) - 1 or 1)  # fmt: skip
+        count = min(micro_batches, key=lambda count: abs(count - 2))
+        small = Case(
+            "sequential", "batch", min(largest, 2), count, False, "adam", steps, storage=storage, restart=1
+        )
         cases += [
             replace(small, mode=mode, variant=policy)
             for mode, policy in product(("sequential", *modes), ON_DISK if storage in DISK else ())

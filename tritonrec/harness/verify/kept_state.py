@@ -248,6 +248,20 @@ def disk_lost_write_back(program: Program) -> None:
 
 
 @fault(ON_DISK)
+def disk_lost_keys(program: Program) -> None:
+    """Half of the groups of keys that a lookup changed are not written to disk."""
+    for group in program.tables.groups:
+        file = group.table._rows._index._now._file  # type: ignore[union-attr]
+        write, count = file.write, iter(range(1 << 40))
+
+        def lost(rows, memory, places, write: Move = write, count: Iterator[int] = count) -> None:
+            skipped = len(rows) // 2 if next(count) == 1 else 0
+            write(rows[skipped:], memory, places[skipped:])
+
+        file.write = lost  # type: ignore[method-assign]
+
+
+@fault(ON_DISK)
 def disk_wrong_offset(program: Program) -> None:
     """Offsets in the file are cut to 32 bits, where every second row lies 2^32 rows further on."""
     for file in _files(program):
