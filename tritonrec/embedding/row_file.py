@@ -135,9 +135,10 @@ class RowFile(RowStorage):
         seconds = time.monotonic() - began
         if len(rows) and seconds > max(SLOW_SECONDS, len(rows) / SLOW_ROWS) and not self._slow:
             self._slow = True  # said once
+            what = "rows" if self._of == "rows" else f"groups of {self._of}"
             warnings.warn(
-                f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} rows of a table took "
-                f"{seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; raise "
+                f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} {what} of a table "
+                f"took {seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; raise "
                 "the memory of tables on disk (disk_memory), or name another disk",
                 RuntimeWarning,
                 stacklevel=2,
