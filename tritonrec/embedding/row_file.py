@@ -138,8 +138,8 @@ class RowFile(RowStorage):
             what = "rows" if self._of == "rows" else f"groups of {self._of}"
             warnings.warn(
                 f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} {what} of a table "
-                f"took {seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; raise "
-                "the memory of tables on disk (disk_memory), or name another disk",
+                f"took {seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; "
+                "raise the memory of tables on disk (disk_memory), or name another disk",
                 RuntimeWarning,
                 stacklevel=2,
             )

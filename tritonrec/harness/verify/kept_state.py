@@ -9,6 +9,8 @@ import torch
 
 from ... import ops
 from ...data import Stream
+from ...embedding.index_file import IndexFile
+from ...embedding.key_index import KeyIndex
 from ...embedding.row_file import RowFile
 from ...pipeline import Edge, Program, Schedule, Window
 from ...pipeline.places import Buffer, Context
@@ -249,16 +251,23 @@ def disk_lost_write_back(program: Program) -> None:
 
 @fault(ON_DISK)
 def disk_lost_keys(program: Program) -> None:
-    """Half of the groups of keys that a lookup changed are not written to disk."""
+    """Half of the groups of keys that go first into a file are not written to disk."""
     for group in program.tables.groups:
-        file = group.table._rows._index._now._file  # type: ignore[union-attr]
-        write, count = file.write, iter(range(1 << 40))
+        index = group.table._rows._index
+        assert isinstance(index, KeyIndex)
 
-        def lost(rows, memory, places, write: Move = write, count: Iterator[int] = count) -> None:
-            skipped = len(rows) // 2 if next(count) == 1 else 0
-            write(rows[skipped:], memory, places[skipped:])
+        def structure(slots: int, made: Callable[[int], Any] = index._structure) -> Any:
+            one = made(slots)
+            if isinstance(one, IndexFile):
 
-        file.write = lost  # type: ignore[method-assign]
+                def lost(groups: Any, there: Any, write: Callable[..., None] = one._write) -> None:
+                    write(groups[len(groups) // 2 :], there[len(groups) // 2 :])
+                    one._write = write  # type: ignore[method-assign]
+
+                one._write = lost  # type: ignore[method-assign]
+            return one
+
+        index._structure = structure  # type: ignore[method-assign]
 
 
 @fault(ON_DISK)
