@@ -382,8 +382,7 @@ def test_a_trial_that_compiled_is_made_again(monkeypatch):
 def test_a_plan_under_a_launcher_tries_its_ranks(tmp_path):
     """Each of them had planned a run of one rank."""
     config, found = tmp_path / "run.toml", tmp_path / "plan.json"
-    words = ["--data", "zipf:users=60,items=80,seed=3", "--dim", "8", "--max-seq-len", "10", "--steps", "6"]
-    config.write_text(commands.invoke("train", *words, "--print-config")[1])
+    config.write_text('steps = 6\n[job]\ndata = "zipf:users=60,items=80,seed=3"\n[job.sizes]\ndim = 8\n')
     launched = [*TORCHRUN, "tritonrec", "plan", config, "--trial-steps", "4", "--json", found]
     said = subprocess.run(launched, capture_output=True, text=True, timeout=240)
     assert said.returncode == 0, said.stderr
