@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -39,8 +41,8 @@ class IndexFile:
         self.done = self.slots
         return 0
 
-    def move(self, slots: int, target: IndexFile) -> None:
-        """Move the keys of the next `slots` slots to `target`."""
+    def move(self, slots: int, target: Any) -> None:
+        """Move the keys of the next `slots` slots to `target`, another file: structures only grow."""
         stop = min(self.done + slots, self.slots)
         while self.done < stop:
             groups = np.arange(self.done // LANES, min(self.done // LANES + STRETCH, -(-stop // LANES)))
@@ -132,7 +134,7 @@ class IndexFile:
 
     def _way(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The groups (K,) in which the searches of `keys` (K,) begin, and their steps."""
-        hashes = murmur.mix64(keys)
+        hashes: np.ndarray = murmur.mix64(keys)  # type: ignore[arg-type, assignment]
         last = np.uint64(self.slots // LANES - 1)
         return (hashes & last).view(np.int64), (hashes >> np.uint64(32)).view(np.int64) | 1
 
