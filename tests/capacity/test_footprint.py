@@ -1,5 +1,7 @@
 """Promise: what a table will take for more rows is no less than what it then takes, and not far above."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,6 +78,20 @@ def test_rows_on_disk_take_the_memory_of_recent_ones(tmp_path):
     keys = sizes_of(keys_of_host).added(5000) - 5000 * 48
     more = sizes_of(table).added(5000) - (8192 - 20 * 48)
     assert keys <= more <= keys + 16 * table.memory()["metadata"] * 16
+
+
+def test_keys_on_disk_take_no_memory_beyond_theirs(tmp_path):
+    placement = Placement("disk", path=str(tmp_path), memory="1KiB", index_memory="2KiB")
+    table = DynamicTable(4, 12, slots=8, chunk_rows=CHUNK, placement=placement)
+    in_memory, added = sizes_of(table), []
+    for most in (in_memory.most_keys, None):
+        each = replace(in_memory, most_keys=most, metadata=0, policies=0)
+        added.append([each.added(rows, peak) for rows in (90, 5000) for peak in (True, False)])
+    values = in_memory.values(5000)
+    doubled = [values + 12 * 128, values + 12 * 120]
+    assert added == [[*doubled, values, values - 12 * 8], [*doubled, values + 12 * 8192, values + 12 * 8184]]
+    table.load(torch.arange(5000), torch.rand(5000, 12))
+    assert sizes_of(table).keys == 0 and sizes_of(table).added(1 << 20) < 60 << 20
 
 
 def test_a_table_that_is_demoted_by_a_size_has_it_until_all_is_in_16_bits():

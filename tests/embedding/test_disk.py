@@ -75,6 +75,28 @@ def test_memory_holds_as_many_rows_as_fit_and_files_have_no_names(tmp_path):
     assert same(table.export(), stepped(DynamicTable(WIDTH), 60).export())
 
 
+def test_keys_beyond_their_memory_are_in_a_file_that_is_named_where_it_fails(tmp_path, monkeypatch):
+    placement = replace(on_disk(tmp_path), index_memory="20KiB")
+    table = stepped(DynamicTable(WIDTH, placement=placement), 60)
+    assert table.memory()["key_structure"] == 12 << 10 and os.listdir(tmp_path) == []
+    table, expected = (DynamicTable(WIDTH, placement=each) for each in (placement, Placement("host")))
+    for each in (table, expected):
+        each.load(torch.arange(1000), torch.rand(1000, WIDTH, generator=torch.Generator().manual_seed(1)))
+    rows = table.memory()
+    assert rows["key_structure"] == 0 and rows["disk"] >= 2048 * 16 + 1000 * 4 * WIDTH
+    assert same(stepped(table, 60).export(), stepped(expected, 60).export())
+    os.ftruncate(table._rows._index._now._file._file.fileno(), 0)
+    with pytest.raises(OSError, match=r"file of keys in .* cannot be read: the file ends before it"):
+        table.find(torch.arange(9))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"file of keys in .* cannot grow to .*: No space left on device"):
+        DynamicTable(WIDTH, placement=replace(placement, index_memory="0"))
+
+
 def cached(path, rows, places):
     """A placement of so many rows on the device, and in memory."""
     return replace(on_disk(path, places), storage="cached", cache_rows=rows)

@@ -3,8 +3,10 @@
 import os
 import sys
 from pathlib import Path
+from tempfile import gettempdir
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -21,6 +23,7 @@ from speeds import examples
 
 from tritonrec.embedding import key_index, pools
 from tritonrec.embedding.device_index import DeviceIndex
+from tritonrec.embedding.index_file import IndexFile
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
 from tritonrec.kernels.hash_table import op
@@ -72,10 +75,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     seen: ClassVar[set[str]] = set()
 
-    @initialize(slots=st.sampled_from([8, 16, 128]), count=st.sampled_from([0, 40]))
-    def start(self, slots, count):
+    @initialize(
+        slots=st.sampled_from([8, 16, 128]),
+        count=st.sampled_from([0, 40]),
+        file=st.sampled_from([(), (gettempdir(), 0), (gettempdir(), 300)]),
+    )
+    def start(self, slots, count, file=()):
         """Empty, or with so many keys, one after the other, that the slots grow."""
-        self.index, self.handle_of, self.end, self.free, self.reserved = KeyIndex(slots), {}, 0, [], []
+        self.index, self.handle_of, self.end, self.free, self.reserved = KeyIndex(slots, *file), {}, 0, [], []
         self.fresh = 1000
         for key in range(count):
             self.insert([3 * key])
@@ -145,7 +152,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert dict(zip(keys.tolist(), handles.tolist(), strict=True)) == self.handle_of
         assert self.index.find(keys).tolist() == handles.tolist()
         assert self.index.end == self.end
-        counted = int((self.index._now.rows[: self.index._now.done] == -2).sum())
+        now = self.index._now
+        if isinstance(now, IndexFile):
+            counted = int((now._read(np.arange(now.slots // 8))[:, 1] == -1).sum())
+        else:
+            counted = int((now.rows[: now.done] == -2).sum())
         assert self.index._now.tombstones == counted
         assert self.index.load_factor <= key_index.HARD_MAX_OCCUPANCY
         self.record_state()
@@ -157,6 +168,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.seen.add("growing" if self.index._old.slots < self.index.slots else "rehashing")
         if self.index._now.tombstones:
             self.seen.add("tombstones")
+        self.seen.add(f"{type(self.index._old).__name__} to {type(self.index._now).__name__}")
 
 
 @pytest.fixture
@@ -169,6 +181,18 @@ def slow_growth(monkeypatch):
 def test_a_key_index_behaves_as_a_dict(slow_growth):
     steps = settings(max_examples=examples(30), stateful_step_count=120, deadline=None)
     run_state_machine_as_test(IndexMachine, settings=steps)
+
+
+def test_keys_go_from_memory_to_a_file_and_on_to_a_larger_one(slow_growth):
+    IndexMachine.seen.clear()
+    machine = IndexMachine()
+    machine.start(8, 40, (gettempdir(), 300))
+    for key in range(100):
+        machine.insert([-key, *COLLIDING[key : key + 1]])
+        machine.erase_keys([3 * key, -key + 30])
+        machine.holds_the_same()
+    assert IndexMachine.seen >= {"_Structure to IndexFile", "IndexFile to IndexFile", "tombstones"}
+    assert machine.index.nbytes == 0 < machine.index.disk_nbytes
 
 
 def test_keys_one_by_one_reach_every_state(slow_growth):

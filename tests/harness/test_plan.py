@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import subprocess
 import sys
 from dataclasses import replace
 from mmap import mmap
@@ -349,6 +350,9 @@ def test_the_rank_that_exceeds_its_plan_most_is_shown(monkeypatch):
     )
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_trial_says_whether_it_compiled(compiles, monkeypatch):
     run, trials = replace(RUN, steps=4), sys.modules[trial.__module__]
@@ -372,6 +376,19 @@ def test_a_trial_that_compiled_is_made_again(monkeypatch):
     monkeypatch.setattr(report, "alone", alone)
     plan_run(run, 1, trial_steps=2, console=Console(file=io.StringIO()))
     assert [each["compiled"] for each in found] == [True, False]
+
+
+@pytest.mark.if_changed
+def test_a_plan_under_a_launcher_tries_its_ranks(tmp_path):
+    """Each of them had planned a run of one rank."""
+    config, found = tmp_path / "run.toml", tmp_path / "plan.json"
+    config.write_text('steps = 6\n[job]\ndata = "zipf:users=60,items=80,seed=3"\n[job.sizes]\ndim = 8\n')
+    launched = [*TORCHRUN, "tritonrec", "plan", config, "--trial-steps", "4", "--json", found]
+    said = subprocess.run(launched, capture_output=True, text=True, timeout=240)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.count("all ranks need") == 1 and len(json.loads(found.read_text())["ranks"]) == 2
+    said = subprocess.run([*launched, "--world-size", "3"], capture_output=True, text=True, timeout=240)
+    assert said.returncode and "--world-size 3 is not that of the launcher's 2 ranks" in said.stderr
 
 
 def parent(communicators, number):

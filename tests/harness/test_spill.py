@@ -1,6 +1,8 @@
 """Promise: `train --spill` whose memory ends goes on by itself with rows on disk, and with the same bits."""
 
 import json
+import subprocess
+import sys
 import weakref
 from dataclasses import replace
 
@@ -40,6 +42,37 @@ def memory_ends(monkeypatch):
                 here.stop.set()
 
     monkeypatch.setattr(MemoryWatch, "on_step_end", look)
+
+
+SPILLS = """
+from tritonrec.capacity import MemoryWatch
+from tritonrec.__main__ import main
+
+def look(watch, step):
+    here, path = watch._trainer.communicators, watch._trainer.tables.groups[0].table.placement.path
+    if step == 9 and here.rank == 1 and not path:
+        watch.ended = "no memory"
+        here.stop.set()
+
+MemoryWatch.on_step_end = look
+main()
+"""
+
+
+@pytest.mark.if_changed
+def test_ranks_of_a_launcher_go_on_with_the_same_bits(tmp_path):
+    whole, spilled, script = (tmp_path / name for name in ("whole.json", "spilled.json", "spills.py"))
+    code, output, _ = commands.invoke("train", *TRAIN, "--memory-limit", "none", "--json", whole)
+    assert code == 0, output
+    script.write_text(SPILLS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    words = ["--checkpoint", tmp_path / "run", "--spill", f"1MiB:{tmp_path}", "--json", spilled]
+    done = subprocess.run([*launch, "train", *TRAIN, *words], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("going on with rows on disk") == 1
+    found = json.loads(spilled.read_text())
+    assert found["digest"] == json.loads(whole.read_text())["digest"]
+    assert found["tables"]["disk"] > 0 and found["step"] == 30
 
 
 def test_the_command_goes_on_with_the_same_bits(memory_ends, tmp_path):

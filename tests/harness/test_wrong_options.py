@@ -18,7 +18,8 @@ WORDS = {
     ("verify", "--modes"), ("lab", "--modes"), ("serve-bench", "--scenarios"), ("train", "--recompute"),
     ("train", "--evict"), ("train", "--precision-tiers"), ("lab", "--switch"), ("lab", "--emulate"),
     ("lab", "--proportions"), ("train", "--early-stopping"), ("train", "--split"),
-    ("train", "--changed"), ("train", "--memory-limit"), ("train", "--disk-memory"), ("plan", "--memory"),
+    ("train", "--changed"), ("train", "--memory-limit"), ("train", "--disk-memory"),
+    ("train", "--disk-index-memory"), ("plan", "--memory"),
     ("warmup", "--models"), ("warmup", "--optimizers"), ("warmup", "--target"),
     ("fuzz", "--configuration"), ("fuzz", "--inject"),
 }  # fmt: skip

@@ -230,6 +230,11 @@ WRONG = [
         lambda: Placement("host", memory="1MiB"),
         "'1MiB' .disk_memory. is of tables on disk, .* storage='host'",
     ),
+    (
+        lambda: Placement("cached", path="here", index_memory="1MiB"),
+        "'1MiB' .disk_index_memory. is of tables on disk, .* storage='cached'",
+    ),
+    (lambda: Placement("disk", path="here", index_memory="some"), "disk_index_memory. must be bytes"),
     (lambda: Placement("disk", path="here", memory="much"), "disk_memory. must be bytes, .* got 'much'"),
     (
         lambda: DynamicTable(3, placement=Placement("disk", path=gettempdir(), memory="21")),

@@ -9,13 +9,10 @@ import torch
 
 from ..data import Batch
 from ..embedding import DynamicTable, HashTableCollection
-from ..embedding.key_index import LOAD_FACTOR
+from ..embedding.key_index import LOAD_FACTOR, SLOT_BYTES
 from ..embedding.policy import ROW_BYTES
 from ..pipeline.model_call import samples_of
 from ..settings import bytes_of, typed
-
-SLOT_BYTES = 12
-"""Of the key structure, see `tritonrec.embedding.key_index`."""
 
 SNAPSHOT_BYTES = 16
 """Of a row while a checkpoint is written: its key, handle and a mark (`tritonrec.embedding.snapshot`)."""
@@ -34,6 +31,7 @@ class Sizes:
         policies: that keep metadata. most: of values, where other rows are on disk; None: no bound.
         weight_bytes: of a row's weights; the rest of `row_bytes` are states of the optimizer.
         size: beyond which rows are in 16 bits, with `ROW_BYTES` each; None: `PrecisionTiers` go by no size.
+        most_keys: bytes of a key structure in memory, a larger one is on disk; None: no bound.
     """
 
     rows: int
@@ -44,6 +42,7 @@ class Sizes:
     most: int | None = None
     weight_bytes: int = 0
     size: int | None = None
+    most_keys: int | None = None
 
     def values(self, rows: int) -> int:
         """Bytes of the values of so many rows."""
@@ -67,7 +66,10 @@ class Sizes:
         before = needed = 1 << (slots.bit_length() - 1)  # while keys move, those of the larger structure
         while self.keys and then > LOAD_FACTOR * needed:
             needed *= 2
-        keys = SLOT_BYTES * (needed if at_peak else needed - before) if needed > before else 0
+        keys = 0
+        if needed > before:
+            inside = self.most_keys is None or SLOT_BYTES * needed <= self.most_keys
+            keys = SLOT_BYTES * (needed * inside - (0 if at_peak else before))
         doublings = max((then - 1).bit_length() - max(self.rows - 1, 1).bit_length(), 0)
         by_rows = self.policies * METADATA_BYTES * then - self.metadata
         metadata = max(self.metadata * (2**doublings - 1), by_rows, 0)
@@ -94,6 +96,7 @@ def sizes_of(table: DynamicTable) -> Sizes:
         bytes_of(placement.memory) if placement.path else None,
         0 if storage == "device" else 4 * table.dim,
         size,
+        bytes_of(placement.index_memory) if placement.index_memory else None,
     )
 
 

@@ -57,6 +57,11 @@ class DeviceIndex:
         return self._keys.nbytes + self._rows.nbytes
 
     @property
+    def disk_nbytes(self) -> int:
+        """Bytes in files."""
+        return 0
+
+    @property
     def free_nbytes(self) -> int:
         """Bytes of the list of free handles."""
         return self._handles.nbytes

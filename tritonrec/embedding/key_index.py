@@ -25,6 +25,7 @@ import torch
 from ..host_memory import return_freed_memory
 from ..kernels import murmur
 from ..kernels.hash_table import numba_hash_table as kernels
+from .index_file import IndexFile
 from .pools import MAX_ROWS, IndexPool
 
 LOAD_FACTOR = 0.75
@@ -47,6 +48,10 @@ MIN_KEYS_PER_CALL = 1024
 """A call with fewer keys clears and moves as much as one with this many."""
 
 
+SLOT_BYTES = 12
+"""Of a structure in memory: a key and a row."""
+
+
 class KeyIndex:
     """int64 key -> handle; any of the 2**64 keys is legal.
 
@@ -55,15 +60,19 @@ class KeyIndex:
 
     Args:
         slots: initial slots, a power of two and at least 8.
+        path: a directory for files of structures larger than `memory` bytes, see `IndexFile`; "": none.
+
+    Raises OSError where such a file cannot be made, read or written.
     """
 
-    def __init__(self, slots: int = 1024):
+    def __init__(self, slots: int = 1024, path: str = "", memory: int = 0):
         if slots < 8 or slots & (slots - 1):
             raise ValueError(f"slots must be a power of two and at least 8, got {slots}")
-        self._now = _Structure(slots)  # takes the inserts
+        self._path, self._memory = path, memory
+        self._now = self._structure(slots)  # takes the inserts
         self._now.clear(slots)
-        self._old: _Structure | None = None  # its keys are on the move to `_now`
-        self._next: _Structure | None = None  # is being cleared, and then takes over
+        self._old: _Structure | IndexFile | None = None  # its keys are on the move to `_now`
+        self._next: _Structure | IndexFile | None = None  # is being cleared, and then takes over
         self._size = 0
         self._secret = np.uint64(murmur.SECRET)
         self._handles = IndexPool()
@@ -88,8 +97,13 @@ class KeyIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all structures, the old and the next one included."""
-        return sum(one.nbytes for one in (self._now, self._old, self._next) if one is not None)
+        """Bytes of all structures in memory, the old and the next one included."""
+        return sum(one.nbytes for one in self._all() if isinstance(one, _Structure))
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of those in files."""
+        return sum(one.nbytes for one in self._all() if isinstance(one, IndexFile))
 
     @property
     def free_nbytes(self) -> int:
@@ -143,7 +157,7 @@ class KeyIndex:
         self._handles.check_room(keys)
         while self._is_short(keys) or not self._idle():
             if self._idle():
-                self._next = _Structure(self._slots_for(keys))
+                self._next = self._structure(self._slots_for(keys))
             self._work(1 << 62)
 
     def items(self, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +198,13 @@ class KeyIndex:
         self._size += count
         return torch.from_numpy(rows), torch.from_numpy(inserted)
 
+    def _all(self) -> list[_Structure | IndexFile]:
+        return [one for one in (self._now, self._old, self._next) if one is not None]
+
+    def _structure(self, slots: int) -> _Structure | IndexFile:
+        inside = not self._path or SLOT_BYTES * slots <= self._memory
+        return _Structure(slots) if inside else IndexFile(self._path, slots)
+
     def _idle(self) -> bool:
         return self._next is None and self._old is None
 
@@ -201,13 +222,13 @@ class KeyIndex:
         if self._idle():
             if not self._is_short(new):
                 return
-            self._next = _Structure(self._slots_for(new))
+            self._next = self._structure(self._slots_for(new))
         # Work in proportion to the keys of the call. The loop behind it is for a call that brings more new
         # keys than its own share of the work makes room for.
         self._work(max(keys, MIN_KEYS_PER_CALL))
         while self._is_short(new):
             if self._idle():
-                self._next = _Structure(self._slots_for(new))
+                self._next = self._structure(self._slots_for(new))
             self._work(1 << 62)
 
     def _slots_for(self, new: int) -> int:
@@ -250,9 +271,16 @@ class _Structure:
         self.done = stretch.stop
         return stretch.stop - stretch.start
 
-    def move(self, slots: int, target: _Structure) -> None:
+    def move(self, slots: int, target: _Structure | IndexFile) -> None:
         """Move the keys of the next `slots` slots to `target`."""
         stop = min(self.done + slots, self.slots)
+        if isinstance(target, IndexFile):
+            rows = self.rows[self.done : stop]
+            kept = rows >= 0
+            target.put(self.keys[self.done : stop][kept], rows[kept].astype(np.int64))
+            rows[kept] = -2  # a tombstone
+            self.done = stop
+            return
         target.tombstones -= kernels.hash_move(
             self.keys, self.rows, self.done, stop, target.keys, target.rows
         )

@@ -36,6 +36,8 @@ class Placement:
             checkpoint.
         memory: of the rows of such a table in host memory, one of each merged table and rank, such as
             ``"2GiB"``. Two batches' rows should fit.
+        index_memory: of a ``"disk"`` table's key structure in memory, such as ``"4GiB"``; a larger one is
+            in a file in `path`, too. By default it is in memory at every size.
     """
 
     storage: Storage = setting(
@@ -49,6 +51,11 @@ class Placement:
     memory: str = setting(
         "1GiB", "Memory for the rows of each table on disk, such as 512MiB.", option="disk_memory"
     )
+    index_memory: str = setting(
+        "",
+        "Put the keys of a table on disk in a file, too, beyond a size such as 4GiB.",
+        option="disk_index_memory",
+    )
 
     def __post_init__(self) -> None:
         if self.storage != "cached" and (self.storage == "disk") != bool(self.path):
@@ -61,6 +68,13 @@ class Placement:
                 f"memory={self.memory!r} (disk_memory) is of tables on disk, and these have "
                 f"storage={self.storage!r}"
             )
+        if self.index_memory:
+            if self.storage != "disk":
+                raise ValueError(
+                    f"index_memory={self.index_memory!r} (disk_index_memory) is of tables on disk, and "
+                    f"these have storage={self.storage!r}"
+                )
+            bytes_of(self.index_memory, "index_memory of tables on disk (disk_index_memory)")
         if self.path:
             local_path(self.path, "the directory of tables on disk (disk_path)")
         bytes_of(self.memory, "memory of tables on disk (disk_memory)")
@@ -79,8 +93,11 @@ class Placement:
         if chosen.storage == "device":
             return f"keys and rows on {self.device}, looked up there"
         if chosen.storage == "disk":
+            keys = "keys in host memory"
+            if self.index_memory:
+                keys += f" up to {self.index_memory}, beyond it in a file"
             return (
-                f"keys in host memory, looked up by the host; rows in a file in {self.path}, {self.memory} "
+                f"{keys}, looked up by the host; rows in a file in {self.path}, {self.memory} "
                 "of recent lookups in host memory"
             )
         home = f"a file in {self.path}, {self.memory} of them in host memory" if self.path else "host memory"

@@ -30,14 +30,15 @@ class RowFile(RowStorage):
 
     Args:
         path: an existing directory. row_bytes: of one row. dim: weights of a row, by default all values.
+        of: what it has, for messages.
 
     Raises:
         OSError: it is missing or cannot be written, and at any later call, full or broken; the message says
             which, where, and what to do.
     """
 
-    def __init__(self, path: str, row_bytes: int, dim: int | None = None):
-        self.path, self.row_bytes, self.nbytes = path, row_bytes, 0
+    def __init__(self, path: str, row_bytes: int, dim: int | None = None, of: str = "rows"):
+        self.path, self.row_bytes, self.nbytes, self._of = path, row_bytes, 0, of
         self.row_width, self.device = row_bytes // 4, torch.device("cpu")
         self.dim = self.row_width if dim is None else dim
         self.read_rows, self.written_rows, self._slow = 0, 0, False
@@ -134,10 +135,11 @@ class RowFile(RowStorage):
         seconds = time.monotonic() - began
         if len(rows) and seconds > max(SLOW_SECONDS, len(rows) / SLOW_ROWS) and not self._slow:
             self._slow = True  # said once
+            what = "rows" if self._of == "rows" else f"groups of {self._of}"
             warnings.warn(
-                f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} rows of a table took "
-                f"{seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; raise "
-                "the memory of tables on disk (disk_memory), or name another disk",
+                f"tritonrec: the disk of {self.path!r} is slow, or busy: {len(rows):,} {what} of a table "
+                f"took {seconds:.1f} s to be {'written' if write else 'read'}, and training waits for them; "
+                "raise the memory of tables on disk (disk_memory), or name another disk",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -167,6 +169,6 @@ class RowFile(RowStorage):
         }.get(error.errno or 0, "check that disk")
         return OSError(
             error.errno,
-            f"a table's file of rows in {self.path!r} {what}: {error.strerror}; {advice}"
+            f"a table's file of {self._of} in {self.path!r} {what}: {error.strerror}; {advice}"
             + (", and go on from the last checkpoint" if self.nbytes else ""),
         )

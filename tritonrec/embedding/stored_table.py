@@ -192,6 +192,7 @@ class StoredTable:
         stored["metadata"] += self._index.free_nbytes
         if self._checksums is not None:
             stored["metadata"] += self._checksums.nbytes
+        stored["disk"] += self._index.disk_nbytes
         return {"key_structure": self._index.nbytes, **stored}
 
 
@@ -272,7 +273,9 @@ def make_table(
         kind = TieredStorage if tiers else RowStorage
         storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
     if by_host:
-        return StoredTable(KeyIndex(slots), storage, initial_rows, file)
+        bound = placement.index_memory
+        index = KeyIndex(slots, placement.path if bound else "", bytes_of(bound or "0"))
+        return StoredTable(index, storage, initial_rows, file)
     if placement.storage == "cached":
         storage = CachedStorage(storage, placement.cache_rows, tiers)
     return StoredTable(DeviceIndex(slots, device), storage, initial_rows, file)

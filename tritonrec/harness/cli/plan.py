@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ...distributed.environment import rank_here
 from ...distributed.groups import validate_division
 from ...settings import bytes_of
 from ..simulator import run
@@ -71,7 +72,10 @@ def plan(
 
     planned = checked(lambda: ready(read_config(config, RUN)))
     planned = replace(planned, steps=planned.steps or 20 * planned.job.loader().steps_per_epoch)
-    ranks = world_size or 1
+    here = checked(rank_here).world_size
+    ranks = here if here > 1 else world_size or 1
+    if world_size not in (None, ranks):
+        raise typer.BadParameter(f"--world-size {world_size} is not that of the launcher's {ranks} ranks")
     checked(lambda: validate_division(ranks, replicas, nodes))
     limit = timedelta(seconds=timeout)
     checked(lambda: plan_run(planned, ranks, replicas, nodes, trial_steps, size, limit, json_file))

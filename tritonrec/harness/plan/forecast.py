@@ -145,7 +145,9 @@ class Forecast:
         half, keys = values // 2, tables - values
         size = ((left - keys) // self.replicas + ROW_BYTES * self.rows) // self.merged >> 20
         memory, share = (left - keys) // (len(self.ranks) * self.merged), (left - keys) / max(values, 1)
-        disk = f"{in_bytes(keys)} of keys alone do not fit"
+        disk = (
+            f"{in_bytes(keys)} of keys alone do not fit: --disk-index-memory 1MiB, which puts them there too"
+        )
         if memory > 0:
             disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
         copies = [count for count in range(1, self.replicas) if self.replicas % count == 0]

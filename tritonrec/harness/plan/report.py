@@ -13,15 +13,17 @@ from typing import Any
 from rich.console import Console
 
 from ... import distributed
-from ...capacity import Room, Sizes
+from ...capacity import Room, Sizes, memory_left
+from ...distributed.environment import rank_here
 from ...files import save_json
 from ...host_memory import keep_freed_memory
 from ...settings import in_bytes
 from ..shown import say, table
+from ..train.launch import Launch
 from ..train.run import Run
 from .beside import settings_text
 from .forecast import Forecast, count_rows, forecast
-from .trial import Rank, trial
+from .trial import Rank, trial, trials
 
 KINDS = {
     "process": "libraries, log",
@@ -61,27 +63,37 @@ def plan_run(
     timeout: timedelta = timedelta(seconds=60),
     json_file: Path | None = None,
     console: Console | None = None,
-) -> Forecast:
+) -> Forecast | None:
     """Try some steps of a run on all of its ranks here, and print what the whole will need.
+
+    Under a launcher its ranks are those of the trial; one of them prints, and the others return None.
 
     Args:
         trial_steps: to try; as many as 20 s hold by default, 12 to 100.
         memory: bytes of the machine for all ranks; those that are left here by default.
     """
     console = console or Console()
-    mesh = {"replicas": replicas, "nodes": nodes}
-    for _ in range(2):
+    room = None if memory is None else Room(memory, memory, "--memory")
+    launched = rank_here().world_size > 1
+    if launched:  # its ranks, which are there still, are those that need what is left now
+        room = room or memory_left()
+    for again in (False, True):
         if world_size == 1:
-            found = [alone(trial, run, trial_steps)]
+            found, first = [alone(trial, run, trial_steps)], True
         else:
-            with distributed.RankPool([(world_size, replicas, nodes)], timeout) as pool:
-                found = pool.run(trial, world_size, run, trial_steps, **mesh)
-        if not any(each["compiled"] for each in found):
+            launch = Launch(world_size, replicas, timeout, nodes, run.job.target.device)
+            each_rank, first, _ = launch.run(trials, run, trial_steps)
+            found = each_rank["ranks"]
+        if again or not any(each["compiled"] for each in found):
             break
         # The run itself will find its kernels compiled, and have no compiler's memory.
+        if launched:
+            console.print("kernels were compiled in the trial, which took memory and time: plan once more")
+            break
         console.print("kernels were compiled in the trial: it is made once more without")
+    if not first:
+        return None
     ranks = [Rank(**{**each, "tables": [Sizes(**table) for table in each["tables"]]}) for each in found]
-    room = None if memory is None else Room(memory, memory, "--memory")
     result = forecast(run, ranks, count_rows(run), room, replicas)
     print_forecast(result, console)
     if json_file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -109,6 +110,14 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
     if note in compiling:
         compiling.remove(note)
     return asdict(found)
+
+
+def trials(communicators: Communicators, run: Run, steps: int | None = None) -> dict[str, Any]:
+    """`trial` of every rank, under the key ``"ranks"``. Collective."""
+    if communicators.machines > 1:
+        raise ValueError("plan tries a run on one machine: start all ranks on it")
+    own = json.dumps(trial(communicators, run, steps))
+    return {"ranks": [json.loads(each) for each in communicators.control.all_gather_texts(own)]}
 
 
 def _more(communicators: Communicators, run: Run, ends: list[float]) -> range:

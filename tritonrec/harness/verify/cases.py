@@ -39,7 +39,10 @@ CACHE_ROWS = 40
 """Of a cached table: fewer than a batch's rows, so that rows also bypass the cache and leave it."""
 DISK: tuple[Stored, ...] = ("disk", "cached-disk")
 DISK_MEMORY = "6KiB"
-"""Of a table on disk: as much."""
+"""Of a table on disk: as much. Its keys lie there as well."""
+ON_DISK = ("lru", "lfu", "ttl", "admission", "precision-tiers", "policies", "merged")
+"""Policies of tables on disk, in every mode with a restart in another place and at another world size; the
+two places on disk take turns."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ class Case:
         """Of its tables; `cache_rows` of cached ones."""
         if self.storage == "disk" or self.storage == "cached-disk":
             storage: Storage = "disk" if self.storage == "disk" else "cached"
-            return Placement(storage, cache_rows=cache_rows, path=gettempdir(), memory=DISK_MEMORY)
+            on_disk = Placement(storage, cache_rows=cache_rows, path=gettempdir(), memory=DISK_MEMORY)
+            return on_disk if storage == "cached" else replace(on_disk, index_memory="1KiB")
         return Placement(self.storage, cache_rows=cache_rows)
 
     def resumed(self) -> Case:
@@ -402,6 +406,14 @@ def storage_cases(
             for name in (*variants[1:], "first-use", "dedup-none", "merged", "exchange-bf16")
         ]
         cases.append(replace(plain, variant=RESTART, restart=1, clustering=False))
+    if size != "quick":
+        count = min(micro_batches, key=lambda count: abs(count - 2))
+        small = Case("sequential", "batch", min(largest, 2), count, False, "adam", steps, restart=1)
+        pairs = product(enumerate(("sequential", *modes)), enumerate(ON_DISK))
+        cases += [
+            replace(small, mode=mode, variant=policy, storage=DISK[(first + second) % 2])
+            for (first, mode), (second, policy) in pairs
+        ]
     return cases
 
 

@@ -9,6 +9,8 @@ import torch
 
 from ... import ops
 from ...data import Stream
+from ...embedding.index_file import IndexFile
+from ...embedding.key_index import KeyIndex
 from ...embedding.row_file import RowFile
 from ...pipeline import Edge, Program, Schedule, Window
 from ...pipeline.places import Buffer, Context
@@ -245,6 +247,27 @@ def disk_lost_write_back(program: Program) -> None:
     for file in _files(program):
         write = file.write
         file.write = lambda rows, memory, places, write=write: write(rows[1:], memory, places[1:])  # type: ignore[method-assign,misc]
+
+
+@fault(ON_DISK)
+def disk_lost_keys(program: Program) -> None:
+    """Half of the groups of keys that go first into a file are not written to disk."""
+    for group in program.tables.groups:
+        index = group.table._rows._index
+        assert isinstance(index, KeyIndex)
+
+        def structure(slots: int, made: Callable[[int], Any] = index._structure) -> Any:
+            one = made(slots)
+            if isinstance(one, IndexFile):
+
+                def lost(groups: Any, there: Any, write: Callable[..., None] = one._write) -> None:
+                    write(groups[len(groups) // 2 :], there[len(groups) // 2 :])
+                    one._write = write  # type: ignore[method-assign]
+
+                one._write = lost  # type: ignore[method-assign]
+            return one
+
+        index._structure = structure  # type: ignore[method-assign]
 
 
 @fault(ON_DISK)

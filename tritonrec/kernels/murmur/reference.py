@@ -1,4 +1,6 @@
-"""MurmurHash3's 64-bit finaliser on Python integers, to be compared with Appleby's C line by line."""
+"""MurmurHash3's 64-bit finaliser on Python integers, to be compared with Appleby's C line by line, and on
+arrays of uint64.
+"""
 
 _MASK = (1 << 64) - 1
 
