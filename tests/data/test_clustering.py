@@ -122,6 +122,34 @@ def test_clustering_lowers_the_payload_of_communities(num_micro_batches, negativ
         assert clustered - 1 < (0.6 if negatives == 0 else 0.95) * (plain - 1)
 
 
+@given(samples, st.integers(2, 5))
+def test_swaps_go_on_until_none_saves_a_key(samples, num_micro_batches):
+    batch = jagged(samples)
+    keys = [set(sample) for sample in samples]
+
+    def parts_of(swaps):
+        found = indices(split(batch, num_micro_batches, True, swaps=swaps))
+        assert sorted(sum(found, [])) == list(range(len(samples)))
+        return sorted(found, key=len)
+
+    def size(part):
+        return sum(len(keys[sample]) for sample in part)
+
+    def payload(*parts):
+        return sum(len(set().union(*(keys[sample] for sample in part))) for part in parts)
+
+    before, parts = parts_of(False), parts_of(True)
+    assert [len(part) for part in parts] == [len(part) for part in before]
+    assert payload(*parts) <= payload(*before) and max(map(size, parts)) <= max(map(size, before))
+    for a in parts:
+        for b in parts:
+            for one in a if a is not b else ():
+                for other in b:
+                    swapped = [*(set(a) - {one}), other], [*(set(b) - {other}), one]
+                    grows = max(map(size, swapped)) > max(size(a), size(b))
+                    assert grows or payload(*swapped) >= payload(a, b)
+
+
 def test_negatives_count_as_keys():
     batch = jagged([[1], [2], [3], [4]])
     shared = torch.tensor([[70, 71], [80, 81], [80, 81], [70, 71]])

@@ -98,7 +98,8 @@ def test_a_result_has_the_mean_loss_of_its_update(mode, consistency, accumulate)
 @pytest.mark.parametrize("mode", STAGED_MODES)
 def test_the_mean_loss_has_the_bits_of_synchronous_training(mode, micro_batches):
     expected = [result.loss for result in trained(parts(), "reference", "batch", batches(3))[1]]
-    got = trained(parts(), mode, "batch", batches(3), micro_batches=micro_batches, clustering=True)[1]
+    clustered = {"clustering": True, "clustering_swaps": micro_batches == 2}
+    got = trained(parts(), mode, "batch", batches(3), micro_batches=micro_batches, **clustered)[1]
     assert [result.loss for result in got] == expected
     assert torch.tensor(expected, dtype=torch.float32).tolist() == expected  # float32 numbers
 

@@ -77,7 +77,7 @@ class RankWindow:
         self.windows[peer].memory[place : place + count] = data[0]
 
     def Accumulate(self, value, peer, target, operation):
-        self.windows[peer].memory[target[0] : target[0] + 8].view(np.int64)[0] += value[0]
+        self.windows[peer].memory[target[0] : target[0] + 8].view(np.int64)[:] += value[0]
 
     def Fetch_and_op(self, value, before, peer, place, operation):
         word = self.windows[peer].memory[place : place + 8].view(np.int64)
