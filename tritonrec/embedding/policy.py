@@ -186,9 +186,7 @@ class DeviceRoom:
         if rows is None or placement.storage != "auto" or placement.chosen().storage == "host":
             return placement
         device = usable_device(placement.device)
-        left = self._left.setdefault(
-            device, int(DEVICE_SHARE * torch.accelerator.get_memory_info(device)[0])
-        )
+        left = self._left.setdefault(device, int(DEVICE_SHARE * torch.accelerator.get_memory_info(device)[0]))
         size = members * rows * (4 * row_width + ROW_BYTES)
         if size > left:
             return placement

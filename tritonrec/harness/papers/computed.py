@@ -34,6 +34,8 @@ from ..lab.settings import PAPER
 COUNTS = 4, 8, 16, 32
 SAMPLES, BATCHES, EVENTS = 256, 8, 50
 MICRO_BATCHES = 8
+RANKS = 4, 2, 8
+"""The first has the paper's shares."""
 DIM, LAYERS, TOKENS = 32, 2, 48
 SHAPES = {
     "first": (1, 1, 1),
@@ -180,6 +182,34 @@ def shapes() -> dict[str, Any]:
             "losses": found.losses,
         })  # fmt: skip
     return {"rows": rows}
+
+
+def cluster_sizes() -> dict[str, Any]:
+    """Parts of a step of each mode by number of ranks, 64 samples a rank; milliseconds per step and rank.
+
+    Four ranks have the paper's shares; lookup and computation of a rank stay the same at other numbers.
+    """
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for ranks in RANKS:
+        plan = replace(
+            PLAN, job=replace(PLAN.job, batch_size=64 * ranks), ranks=ranks, rate=30.0, rounds=1, steps=6,
+            modes=("dbp", "fwp", "nestpipe"), micro_batches=(MICRO_BATCHES,),
+        )  # fmt: skip
+        plan = replace(plan, seconds=seconds) if seconds else replace(plan, proportions=PAPER)
+        result = run_lab(plan, Console(quiet=True))
+        seconds = seconds or result.seconds
+        rows += [{
+            "ranks": ranks,
+            "mode": row.setting.mode,
+            "step_ms": 1e3 * row.figures.step,
+            "lookup_ms": 1e3 * row.figures.exposed_lookup,
+            "communication_ms": 1e3 * row.figures.exposed,
+            "compute_ms": 1e3 * row.figures.compute,
+            "busy": row.figures.busy,
+            "losses": row.losses,
+        } for row in result.rows]  # fmt: skip
+    return {"rows": sorted(rows, key=lambda row: row["ranks"])}
 
 
 def synchronisation() -> dict[str, Any]:

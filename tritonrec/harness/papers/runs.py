@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..network import why_no_user_namespace
-from .computed import inflations, shapes, synchronisation
+from .computed import cluster_sizes, inflations, shapes, synchronisation
 
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone of the repository, whose scripts some runs are."""
@@ -230,6 +230,7 @@ RUNS = {
     ),
     "sync": Run(made=synchronisation),
     "shapes": Run(made=shapes, root=True),
+    "cluster-sizes": Run(made=cluster_sizes, root=True),
     "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
     "clustering": Run(made=inflations),
     "probing": Run(made=probing),

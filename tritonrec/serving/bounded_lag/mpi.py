@@ -97,7 +97,7 @@ class MpiWindows(OneSided):
         largest = max(map(exchange.size, exchange.send))
         if largest > layout.room:
             raise ValueError(
-                f'a message of {largest} bytes does not fit a room of {layout.room}: MPI needs a capacity as '
+                f"a message of {largest} bytes does not fit a room of {layout.room}: MPI needs a capacity as "
                 'large, on all ranks; transport="messages" does not'
             )
         at = np.cumsum([0, *map(exchange.size, exchange.send)]).tolist()
