@@ -129,7 +129,7 @@ def test_swaps_go_on_until_none_saves_a_key(samples, num_micro_batches):
 
     def parts_of(swaps):
         found = indices(split(batch, num_micro_batches, True, swaps=swaps))
-        assert sorted(sum(found, [])) == list(range(len(samples)))
+        assert sorted(sample for part in found for sample in part) == list(range(len(samples)))
         return sorted(found, key=len)
 
     def size(part):

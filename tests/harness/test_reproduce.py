@@ -115,6 +115,12 @@ def test_figures_that_are_computed_are_shown_as_those_that_a_file_has(tmp_path, 
     assert "KB for each k, 1,839 KB at k = 0 │ 1,836 KB for each k, 1,839 KB at k = 0" in say(console)
 
 
+def test_operations_are_those_of_weights_and_of_the_pairs_that_see_each_other():
+    found = runs.operations({"dim": 8, "layers": 3, "heads": 2, "qk_dim": 4, "v_dim": 6}, 5)
+    weights = 8 * 2 * (2 * 6 + 2 * 4) + 2 * 6 * 8
+    assert found == {"weights": 3 * 2 * 5 * weights, "attention": 3 * 2 * 15 * 2 * (4 + 6)}
+
+
 def test_a_run_that_fails_is_named_and_the_next_ones_are_done(tmp_path, monkeypatch, console):
     monkeypatch.setitem(runs.RUNS, "probing", runs.Run(f"{sys.executable} -c print(1)"))
     monkeypatch.setattr(runs, "ROOT", tmp_path)

@@ -20,9 +20,9 @@ the fewest keys stand at the ends of the window, the fewest last: an exact gradi
 (MovieLens-100K, N = 8, without negatives: the ends' share of all exchanged keys falls from 13.2 to 8.5 %,
 where 1/N is 12.5 %.)
 
-Offline, as the paper also has it, samples of two micro-batches then change places while any such swap saves a
-key (`clustering_swaps`). It takes ten to a hundred times as long, and saves 5 to 7 % more where samples have a
-taste in common (docs/scale.md).
+Offline, as the paper also has it, samples of two micro-batches then change places while any such swap saves
+a key (`clustering_swaps`). It takes ten to a hundred times as long, and saves 5 to 7 % more where samples
+have a taste in common (docs/scale.md).
 
 A batch of 128 sequences of up to 50 tokens takes about one millisecond with 4 negatives per token, on the
 CPU, in the data stage. Random negatives are shared by chance only, so clustering gains less with more of them

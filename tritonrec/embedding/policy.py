@@ -15,7 +15,7 @@ EvictionPolicy = Literal["lru", "lfu", "ttl"]
 Storage = Literal["auto", "host", "device", "cached", "disk"]
 MAX_CACHE_ROWS = 1 << 29
 DEVICE_SHARE = 0.5
-"""Of an accelerator's free memory, for tables that ``"auto"`` puts there; buffers and the model need the rest."""
+"""Of an accelerator's free memory, for tables that ``"auto"`` puts there; buffers and model need the rest."""
 ROW_BYTES = 48
 """Of keys and metadata of a row at most: 12 a slot, of which three eighths are in use at least, and 16."""
 
@@ -33,9 +33,9 @@ class Placement:
             `path` the rows are in a file behind both: those that the cache misses come into `memory`.
             ``"disk"``: keys and metadata in host memory, rows in a file, and those of recent lookups in host
             memory.
-            ``"auto"``: host where `device` is a CPU; beside an accelerator cached, as in NestPipe, but for the
-            tables of a collection whose rows an eviction bounds and `DEVICE_SHARE` of the free memory holds:
-            those are on the device.
+            ``"auto"``: host where `device` is a CPU; beside an accelerator cached, as in NestPipe. There the
+            tables of a collection that an eviction bounds are on the device, as long as `DEVICE_SHARE` of its
+            free memory holds them.
         device: of ``"device"`` and ``"cached"`` tables; a lookup's keys are given there.
         cache_rows: rows of a ``"cached"`` table on the device. Two batches' rows should fit.
         path: an existing directory, for the files of ``"disk"`` tables, and of ``"cached"`` ones that are to

@@ -1,8 +1,8 @@
 """NestPipe's figures that are computed here: keys of a window, shapes in the lab, the dual-buffer copy.
 
 Keys: how many more the micro-batches of a window exchange than its batch has (section V.C). Cut plainly,
-clustered as `WindowConfig(clustering=True)` does it, and as with `clustering_swaps`, however long it takes. No
-cut is below `bound`.
+clustered as `WindowConfig(clustering=True)` does it, and with `clustering_swaps` too, however long it takes.
+No cut is below `bound`.
 
 Shapes: Fig. 10 in the lab, other dimensions, layers and tokens over links that stay the same. The first shape
 has the paper's shares of lookup and communication in a synchronous step, from which the seconds of emulated

@@ -15,7 +15,7 @@ from .transport import TRANSPORTS, Disagreement, Transport, others
 from .window import host_words
 
 WORDS = 9
-"""Of the settings: bound, capacity, transport, two of the host, the window's name, whether MPI may be used."""
+"""Of the settings: bound, capacity, transport, two of the host, three of the window, whether MPI may be."""
 _unawaited: dict[int, tuple[list[tuple[int, Any]], list[torch.Tensor]]] = {}
 """Messages that nobody has waited for, and their tensors, by the id of the list. Once such a message is
 forgotten and its answer comes, gloo's thread polls for ever: it has no place to read it into."""

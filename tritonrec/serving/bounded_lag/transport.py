@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 TRANSPORTS = ("auto", "shared", "mpi", "messages")
-"""``auto`` is ``shared`` where all ranks are processes of one host. Elsewhere it is ``mpi`` in ranks of mpiexec
-with mpi4py and a capacity, and ``messages`` without."""
+"""``auto`` is ``shared`` where all ranks are processes of one host. Elsewhere it is ``mpi`` in ranks of
+mpiexec with mpi4py and a capacity, and ``messages`` without."""
 
 
 class Disagreement(RuntimeError):
