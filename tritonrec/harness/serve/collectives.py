@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ LONGEST_SECONDS = 60.0
 Repetitions = dict[int, dict[str, float]]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def bls_group(timeout: timedelta, capacity: int = 0) -> BoundedLagGroup:
     """The group of bls, which all ranks make together, and which is kept."""
     register()
@@ -40,10 +40,10 @@ def time_collectives(
     Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
 
     What arrives is compared first, in all buffers. `peer` is an mpi4py communicator of the same ranks, or
-    None, and `capacity` that of bls. Sizes are the same for all ranks and so is the number of calls, which
-    the first rank's pace decides.
+    None; with a `capacity` bls is timed with it too, where its `auto` takes MPI then. Sizes are the same for
+    all ranks and so is the number of calls, which the first rank's pace decides.
     """
-    calls = _calls(size, seed + dist.get_rank(), peer, bls_group(timeout, capacity))
+    calls = _calls(size, seed + dist.get_rank(), peer, timeout, capacity)
     start = perf_counter()
     calls["gloo"]()
     pace = torch.tensor([perf_counter() - start], dtype=torch.float64)
@@ -70,8 +70,7 @@ def time_repetitions(
     if most < 1:
         return {}
     world = dist.get_world_size()
-    group = bls_group(timeout, capacity)
-    calls = _calls(REPEATED_BYTES // world, seed + dist.get_rank(), peer, group)
+    calls = _calls(REPEATED_BYTES // world, seed + dist.get_rank(), peer, timeout, capacity)
     found: Repetitions = {}
     count = 1
     while count <= most and calls:
@@ -90,17 +89,24 @@ def time_repetitions(
     return found
 
 
-def _calls(size: int, seed: int, peer: Any, group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
+def _calls(
+    size: int, seed: int, peer: Any, timeout: timedelta, capacity: int
+) -> dict[str, Callable[[], Any]]:
     """One all-to-all of `size` bytes to each rank by each backend, after calls that were compared."""
     world = dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (world * size,), dtype=torch.uint8, generator=generator)
     counts, places = [size] * world, [at * size for at in range(world)]
-    out = {name: torch.zeros_like(values) for name in ("gloo", "bls", "MPI")[: 2 + (peer is not None)]}
-    calls: dict[str, Callable[[], Any]] = {
-        "gloo": lambda: dist.all_to_all_single(out["gloo"], values),
-        "bls": lambda: dist.all_to_all_single(out["bls"], values, group=group),
-    }
+    groups = {"bls": bls_group(timeout)}
+    if capacity:
+        by_mpi = bls_group(timeout, capacity)
+        by_mpi.exchange.connect()
+        groups |= {"bls by MPI": by_mpi} if by_mpi.exchange.transport == "mpi" else {}
+    names = ["gloo", *groups, *["MPI"] * (peer is not None)]
+    out = {name: torch.zeros_like(values) for name in names}
+    calls: dict[str, Callable[[], Any]] = {"gloo": lambda: dist.all_to_all_single(out["gloo"], values)}
+    for name, group in groups.items():
+        calls[name] = partial(dist.all_to_all_single, out[name], values, group=group)
     if peer is not None:
         from mpi4py import MPI
 

@@ -117,8 +117,8 @@ def main(out: str, rounds: str, seed: str, sizes: str, most: str) -> None:
             found[1].append(counts_of_ranks(peer.allgather(repeated)))
         if peer.rank == 0:
             Path(out).write_text(json.dumps(found))
-            by = bls_group(TIMEOUT, capacity).exchange.transport
-            print(f"transport of bls between the ranks of mpiexec: {by}", file=sys.stderr, flush=True)
+            by = bls_group(TIMEOUT).exchange.transport, bls_group(TIMEOUT, capacity).exchange.transport
+            print(f"bls by {by[0]}, with a capacity by {by[1]}", file=sys.stderr, flush=True)
     finally:
         dist.destroy_process_group()
 
