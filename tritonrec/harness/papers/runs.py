@@ -313,6 +313,12 @@ RUNS = {
         _served,
         root=True,
     ),
+    "hosts-computing": Run(
+        "tritonrec serve-bench --world-size 8 --rate 100 --bounds 0,1,4 --scenarios delays,balanced "
+        "--compute 40 --rounds 3 --steps 30 --largest 0 --json OUT",
+        _served,
+        root=True,
+    ),
     "links": Run(
         "tritonrec serve-bench --world-size 2 --rate 100 --scenarios none --rounds 5 --largest 4194304 "
         "--json OUT",
