@@ -182,7 +182,7 @@ class DeviceRoom:
         Of `members` logical tables with rows of `row_width` values, as though one rank had them all.
         """
         placement = given or Placement()
-        rows = policy.eviction and policy.eviction.rows_of(row_width)
+        rows = policy.eviction.rows_of(row_width) if policy.eviction else None
         if rows is None or placement.storage != "auto" or placement.chosen().storage == "host":
             return placement
         device = usable_device(placement.device)
