@@ -30,7 +30,10 @@ FIGURES = json.loads(RECORD.read_text())["rows"]
         ([" "], []),
         (["e"], []),
         (["2d"], ["switches", "curves", "averaging"]),
-        (["bounded lag"], ["serve", "hosts", "hosts-computing", "links", "window", "all-to-alls", "repetitions"]),
+        (
+            ["bounded lag"],
+            ["serve", "hosts", "hosts-computing", "links", "window", "all-to-alls", "repetitions"],
+        ),
         (["all"], [*runs.RUNS]),
     ],
 )
