@@ -215,7 +215,7 @@ class Operations(TorchDispatchMode):
 
 def operations(size: Mapping[str, int], tokens: int) -> dict[str, int]:
     """Of the blocks of a GRM in a forward pass of one sequence; one block runs, and all are alike."""
-    one = {**size, "layers": 1}
+    one: dict[str, Any] = {**size, "layers": 1}
     layer = HSTULayer(HSTUConfig(max_seq_len=tokens, dropout=0.0, **one), norm_product=True)
     ends, ids = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in ([0, tokens], [0]))
     values = torch.zeros(tokens, size["dim"], dtype=torch.float32, device="cpu")
