@@ -24,7 +24,7 @@ PAGES = {
     "papers.md": (*TEXTS, "runs"),
     "scale.md": ("clustering", "curves", "averaging"),
     "embedding.md": ("grm", "mch"),
-    "lab.md": ("lab",),
+    "lab.md": ("lab", "cluster-sizes"),
     "simulator.md": ("scaling",),
     "slipstream.md": ("frontier",),
 }

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tritonrec.data import clustering
 from tritonrec.harness.papers import computed, runs
 from tritonrec.harness.papers.page import PAGE as PACKAGED
 from tritonrec.harness.papers.page import between, rows_of, with_figures
@@ -149,9 +150,10 @@ def test_offline_clusters_are_those_that_no_swap_betters(seed):
     before = draw.permutation(np.arange(11) % 3)
     sizes = np.bincount(before, lengths).astype(np.int64)
     place, keys = before.copy(), np.unique(samples.keys, return_inverse=True)[1]
-    computed.swapped(samples.offsets.numpy(), keys, keys.max() + 1, place, sizes)
+    payloads = clustering._swap(samples.offsets.numpy(), keys, keys.max() + 1, place, sizes)
     assert sizes.tolist() == np.bincount(place, lengths).tolist() and sorted(place) == sorted(before)
     found = computed.inflation(samples, place)
+    assert payloads.sum() == found * len(set(keys))
     assert computed.bound(samples, int(sizes.max())) <= found < computed.inflation(samples, before)
     for one, other in zip(*np.triu_indices(11, 1), strict=True):
         swap = place.copy()

@@ -122,6 +122,25 @@ def test_clustering_lowers_the_payload_of_communities(num_micro_batches, negativ
         assert clustered - 1 < (0.6 if negatives == 0 else 0.95) * (plain - 1)
 
 
+@given(samples, st.integers(2, 5))
+def test_swapped_samples_fill_the_same_micro_batches_with_fewer_keys(samples, num_micro_batches):
+    batch = jagged(samples)
+    before, after = (split(batch, num_micro_batches, True, swaps=swaps) for swaps in (False, True))
+    assert sorted(torch.cat(after).tolist()) == list(range(len(samples)))
+    assert sorted(map(len, after)) == sorted(map(len, before))
+    assert payload_inflation(batch, after) <= payload_inflation(batch, before)
+
+
+def test_swaps_put_together_what_the_greedy_pass_took_apart():
+    loader = NextItemLoader(generate(COMMUNITIES), 128, 50, 0, seed=9)
+    batch = loader.batch(0)
+    clustered, swapped = (split(batch, 8, True, swaps=swaps) for swaps in (False, True))
+    assert payload_inflation(batch, swapped) < payload_inflation(batch, clustered)
+    keys = [len(batch.select(part).sample_keys()[1].unique()) for part in swapped]
+    rising = sorted(keys)
+    assert keys == [*rising[1::2], *reversed(rising[::2])]  # the fewest stand at the ends, as they are now
+
+
 def test_negatives_count_as_keys():
     batch = jagged([[1], [2], [3], [4]])
     shared = torch.tensor([[70, 71], [80, 81], [80, 81], [70, 71]])

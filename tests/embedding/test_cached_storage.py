@@ -11,7 +11,17 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
 from pretended import GPU, pretended, without_kernels  # noqa: E402
 
-from tritonrec.embedding import DynamicTable, Placement, cached_storage, row_storage  # noqa: E402
+from tritonrec.embedding import (  # noqa: E402
+    DynamicTable,
+    Eviction,
+    FeatureConfig,
+    HashTableCollection,
+    Placement,
+    RowOptimizer,
+    TablePolicy,
+    cached_storage,
+    row_storage,
+)
 from tritonrec.embedding.cached_storage import CachedStorage, HostCachedStorage, HostStorage  # noqa: E402
 from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
 from tritonrec.embedding.shared_state import RowColumn  # noqa: E402
@@ -204,3 +214,49 @@ def test_any_order_of_lookups_updates_and_erasures_keeps_every_row(kind, cache_r
         for number in gone:
             del rows[number], low[number]
     assert found.found > 0
+
+
+ROW_OF_FOUR = 4 * 4 + 48
+"""Bytes of four values under SGD, which has no state, with keys and metadata."""
+
+
+@pytest.mark.parametrize(
+    "free, storages",
+    [
+        (0, ["cached"] * 3),
+        (2 * 100 * ROW_OF_FOUR - 2, ["cached", "device", "cached"]),
+        (2 * 100 * ROW_OF_FOUR, ["device", "cached", "cached"]),
+        (2 * 150 * ROW_OF_FOUR, ["device", "device", "cached"]),
+    ],
+)
+def test_tables_that_an_eviction_bounds_are_on_a_gpu_while_half_of_its_memory_holds_them(
+    monkeypatch, free, storages
+):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (free, 1 << 40))
+    bounds = [TablePolicy(eviction=Eviction("lru", capacity=rows)) for rows in (100, 50)]
+    features = [
+        FeatureConfig(name, 4, policy=each, merge=False)
+        for name, each in zip("abc", [*bounds, TablePolicy()], strict=True)
+    ]
+    with pretended() as gpu, without_kernels(gpu):
+        found = {}
+        for placement in (Placement(device="cuda"), Placement("cached", device="cuda"), None):
+            made = HashTableCollection(features, RowOptimizer("sgd"), chunk_rows=8, placement=placement)
+            found[placement] = [group.table.placement.chosen().storage for group in made.groups]
+    assert list(found.values()) == [storages, ["cached"] * 3, ["host"] * 3]
+
+
+def test_merged_tables_are_on_a_gpu_together(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (4 * 30 * ROW_OF_FOUR, 0))
+    features = [
+        FeatureConfig(name, 4, policy=TablePolicy(eviction=Eviction("lru", capacity=rows)))
+        for rows, names in ((30, "ab"), (31, "cd"))
+        for name in names
+    ]
+    with pretended() as gpu, without_kernels(gpu):
+        made = HashTableCollection(
+            features, RowOptimizer("sgd"), chunk_rows=8, placement=Placement(device="cuda")
+        )
+        said = {str(group.layout): str(group.table.placement) for group in made.groups}
+    assert said["table a, b"] == "keys and rows on cuda, looked up there"
+    assert said["table c, d"].startswith("keys on cuda, looked up there; rows in host memory")

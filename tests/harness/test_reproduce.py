@@ -30,7 +30,10 @@ FIGURES = json.loads(RECORD.read_text())["rows"]
         ([" "], []),
         (["e"], []),
         (["2d"], ["switches", "curves", "averaging"]),
-        (["bounded lag"], ["serve", "hosts", "links", "window", "all-to-alls", "repetitions"]),
+        (
+            ["bounded lag"],
+            ["serve", "hosts", "hosts-computing", "links", "window", "all-to-alls", "repetitions"],
+        ),
         (["all"], [*runs.RUNS]),
     ],
 )
@@ -113,6 +116,12 @@ def test_figures_that_are_computed_are_shown_as_those_that_a_file_has(tmp_path, 
     """A bound is a number where it is made, and a text in the record."""
     assert reproduce.reproduce(["window"], tmp_path, console)
     assert "KB for each k, 1,839 KB at k = 0 │ 1,836 KB for each k, 1,839 KB at k = 0" in say(console)
+
+
+def test_operations_are_those_of_weights_and_of_the_pairs_that_see_each_other():
+    found = runs.operations({"dim": 8, "layers": 3, "heads": 2, "qk_dim": 4, "v_dim": 6}, 5)
+    weights = 8 * 2 * (2 * 6 + 2 * 4) + 2 * 6 * 8
+    assert found == {"weights": 3 * 2 * 5 * weights, "attention": 3 * 2 * 15 * 2 * (4 + 6)}
 
 
 def test_a_run_that_fails_is_named_and_the_next_ones_are_done(tmp_path, monkeypatch, console):

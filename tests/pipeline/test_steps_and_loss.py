@@ -20,10 +20,12 @@ from trainer_parts import (
 )
 
 from tritonrec import ops
+from tritonrec.data import split
 from tritonrec.distributed import Communicator, RanksDisagreeError
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import DenseModel, Trainer, WindowConfig, headers
 from tritonrec.pipeline.headers import Header
+from tritonrec.pipeline.stages import samples
 from tritonrec.trace import Recorder, read
 
 
@@ -96,10 +98,14 @@ def test_a_result_has_the_mean_loss_of_its_update(mode, consistency, accumulate)
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 9])
 @pytest.mark.parametrize("mode", STAGED_MODES)
-def test_the_mean_loss_has_the_bits_of_synchronous_training(mode, micro_batches):
+def test_the_mean_loss_has_the_bits_of_synchronous_training(mode, micro_batches, monkeypatch):
+    swaps = []
+    monkeypatch.setattr(samples, "split", lambda *given: swaps.append(given[4]) or split(*given))
     expected = [result.loss for result in trained(parts(), "reference", "batch", batches(3))[1]]
-    got = trained(parts(), mode, "batch", batches(3), micro_batches=micro_batches, clustering=True)[1]
+    clustered = {"clustering": True, "clustering_swaps": micro_batches == 2}
+    got = trained(parts(), mode, "batch", batches(3), micro_batches=micro_batches, **clustered)[1]
     assert [result.loss for result in got] == expected
+    assert swaps[-3:] == [micro_batches == 2] * 3
     assert torch.tensor(expected, dtype=torch.float32).tolist() == expected  # float32 numbers
 
 

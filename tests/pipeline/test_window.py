@@ -208,6 +208,7 @@ WRONG = [
     ({"max_grad_norm": -1.0}, r"max_grad_norm must be in \[0, inf\], got -1"),
     ({"max_grad_value": math.nan}, "max_grad_value must be in .*, got nan"),
     ({"max_grad_norm": 1.0, "average_every": 2}, "clip none of them"),
+    ({"clustering_swaps": True}, "clustering_swaps is of clustered samples: set clustering"),
     ({"moment_scaling": True}, "moment_scaling is of replicas that are averaged: set average_every"),
     ({"late_states": True}, "late_states is of replicas that are averaged: set average_every"),
     ({"average_holders": True}, "average_holders is of replicas that are averaged: set average_every"),

@@ -70,10 +70,14 @@ class RankWindow:
         self.tomemory = lambda: self.memory
         self.Lock_all = self.Sync = lambda: None
         self.Flush = lambda peer: None
+        self.Flush_all = lambda: None
 
     def Put(self, data, peer, target):
         place, count, _ = target
         self.windows[peer].memory[place : place + count] = data[0]
+
+    def Accumulate(self, value, peer, target, operation):
+        self.windows[peer].memory[target[0] : target[0] + 8].view(np.int64)[:] += value[0]
 
     def Fetch_and_op(self, value, before, peer, place, operation):
         word = self.windows[peer].memory[place : place + 8].view(np.int64)

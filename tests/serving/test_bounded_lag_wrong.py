@@ -15,7 +15,7 @@ from thread_ranks import ThreadRanks
 
 from tritonrec.distributed import RankDiedError
 from tritonrec.kernels import numba_atomics
-from tritonrec.serving.bounded_lag import BoundedLagAllToAll, meeting, numba_puts, window
+from tritonrec.serving.bounded_lag import BoundedLagAllToAll, meeting, mpi, numba_puts, window
 from tritonrec.serving.bounded_lag.by_messages import MessageTransport
 from tritonrec.serving.bounded_lag.messages import (
     EAGER,
@@ -145,6 +145,51 @@ def test_ranks_on_several_hosts_send_messages_and_cannot_share_memory(monkeypatc
 
     for rank, found in enumerate(ranks.run(run)):
         assert found == ([10 * source + rank for source in range(WORLD)], MessageTransport)
+
+
+@pytest.mark.parametrize(
+    "variables, installed, capacity, numbers, chosen",
+    [
+        ({"PMI_SIZE": str(WORLD)}, True, 64, [2, 0, 1], "mpi"),
+        ({"OMPI_COMM_WORLD_SIZE": str(WORLD)}, True, 64, [2, 0, 1], "mpi"),
+        ({"PMI_SIZE": str(WORLD)}, True, 64, [], "messages"),  # mpi4py of another MPI than mpiexec
+        ({"PMI_SIZE": str(WORLD)}, True, 0, [2, 0, 1], "messages"),
+        ({"PMI_SIZE": str(WORLD)}, False, 64, [2, 0, 1], "messages"),
+        ({"PMI_SIZE": str(WORLD + 1)}, True, 64, [2, 0, 1], "messages"),
+        ({"PMI_SIZE": str(WORLD), "TORCHELASTIC_RUN_ID": "x"}, True, 64, [2, 0, 1], "messages"),
+        ({}, True, 64, [2, 0, 1], "messages"),
+    ],
+)
+def test_ranks_of_mpiexec_on_several_hosts_put_by_mpi(
+    monkeypatch, variables, installed, capacity, numbers, chosen
+):
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(mpi, "numbers_of_ranks", lambda rank, world_size: numbers)
+    monkeypatch.setattr(mpi, "MpiWindows", lambda *given: SimpleNamespace(name="mpi", given=given))
+
+    def run(group):
+        with LOCK:
+            monkeypatch.setattr(meeting, "host_words", lambda: (group.rank(), 1))
+            exchange = BoundedLagAllToAll(group, 0, capacity, PATIENCE)
+        before = exchange.transport
+        exchange.connect()
+        return before, exchange.transport, getattr(exchange._transport, "given", ())
+
+    for rank, found in enumerate(ranks.run(run)):
+        assert found == ("", chosen, (numbers, rank, 0, capacity) if chosen == "mpi" else ())
+
+
+def test_ranks_find_each_other_in_mpis_world(monkeypatch):
+    world, module = SimpleNamespace(size=3, allgather=lambda rank: [2, 0, rank]), ModuleType("mpi4py")
+    module.MPI = SimpleNamespace(COMM_WORLD=world)
+    monkeypatch.setitem(sys.modules, "mpi4py", module)
+    assert mpi.numbers_of_ranks(1, 3) == [1, 2, 0]
+    world.size = 1
+    assert mpi.numbers_of_ranks(1, 3) == []
 
 
 def test_mpi_needs_ranks_of_mpiexec():

@@ -28,6 +28,14 @@ def test_without_a_bound_everybody_pays_for_the_longest_delay_and_with_a_large_o
     assert by_bound == sorted(by_bound, reverse=True) and by_bound[0] > by_bound[2] > by_bound[-1]
 
 
+def test_emulated_computation_is_slept_by_every_rank_beside_the_delays_of_a_scenario():
+    plain, computing = (bench.ServeConfig(2, steps=3, compute=ms) for ms in (0.0, 40.0))
+    for scenario in ("delays", "balanced", "straggler"):
+        delays = bench.draw_delays(plain, scenario, 0)
+        assert bench.draw_delays(computing, scenario, 0) == pytest.approx(delays + 0.04)
+    assert bench.draw_delays(plain, "straggler", 0).tolist() == [[0.0] * 3, [0.005] * 3]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -15,7 +15,7 @@ from ..settings import check_number, typed
 from .bags import Pooling, Rows, first_columns, parts, pool, weighted_rows
 from .change_log import CHECKPOINT
 from .key_layout import KeyLayout, part_name
-from .policy import Placement, TablePolicy
+from .policy import DeviceRoom, Placement, TablePolicy
 from .row_exchange import rows_of_owners
 from .row_optimizer import RowOptimizer
 from .snapshot import SnapshotRows
@@ -149,6 +149,7 @@ class HashTableCollection:
             alike = _mergeable(feature) if merge and feature.merge else name
             members.setdefault(alike, []).append(name)
         self.groups: list[TableGroup] = []
+        room = DeviceRoom()
         self._location: dict[str, tuple[int, int]] = {}  # table name -> group, member
         for names in sorted(sorted(names) for names in members.values()):
             feature, dims = tables[names[0]], tuple(tables[name].dim for name in names)
@@ -159,7 +160,9 @@ class HashTableCollection:
                 max(dims), own.row_width(max(dims)), layout=layout, seed=seed,
                 scale=[dim**-0.5 if some is None else some for dim, some in zip(dims, scales, strict=True)],
                 slots=slots, chunk_rows=chunk_rows, policy=feature.policy,
-                placement=feature.placement or placement,
+                placement=room.place(
+                    feature.placement or placement, feature.policy, own.row_width(max(dims)), len(names)
+                ),
             )  # fmt: skip
             for member, name in enumerate(names):
                 self._location[name] = len(self.groups), member

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, replace
 from typing import Literal
 
+import torch
+
 from ..files.places import local_path
+from ..kernels.dispatch import usable_device
 from ..settings import MOST, bytes_of, setting, typed
 
 EvictionPolicy = Literal["lru", "lfu", "ttl"]
 Storage = Literal["auto", "host", "device", "cached", "disk"]
 MAX_CACHE_ROWS = 1 << 29
+DEVICE_SHARE = 0.5
+"""Of an accelerator's free memory, for tables that ``"auto"`` puts there; buffers and model need the rest."""
 ROW_BYTES = 48
 """Of keys and metadata of a row at most: 12 a slot, of which three eighths are in use at least, and 16."""
 
@@ -28,7 +33,9 @@ class Placement:
             `path` the rows are in a file behind both: those that the cache misses come into `memory`.
             ``"disk"``: keys and metadata in host memory, rows in a file, and those of recent lookups in host
             memory.
-            ``"auto"``: host where `device` is a CPU, cached beside an accelerator, as in NestPipe.
+            ``"auto"``: host where `device` is a CPU; beside an accelerator cached, as in NestPipe. There the
+            tables of a collection that an eviction bounds are on the device, as long as `DEVICE_SHARE` of its
+            free memory holds them.
         device: of ``"device"`` and ``"cached"`` tables; a lookup's keys are given there.
         cache_rows: rows of a ``"cached"`` table on the device. Two batches' rows should fit.
         path: an existing directory, for the files of ``"disk"`` tables, and of ``"cached"`` ones that are to
@@ -178,6 +185,30 @@ class PrecisionTiers:
     def __post_init__(self) -> None:
         if isinstance(self.threshold, str) and not bytes_of(self.threshold, "threshold of PrecisionTiers"):
             raise ValueError(f"PrecisionTiers need a size of at least 1 byte, got {self.threshold!r}")
+
+
+class DeviceRoom:
+    """Free memory of accelerators, which the tables of a collection take one after the other."""
+
+    def __init__(self) -> None:
+        self._left: dict[torch.device, int] = {}
+
+    def place(self, given: Placement | None, policy: TablePolicy, row_width: int, members: int) -> Placement:
+        """`given`, with storage ``"device"`` where ``"auto"`` finds room for all rows that there may be.
+
+        Of `members` logical tables with rows of `row_width` values, as though one rank had them all.
+        """
+        placement = given or Placement()
+        rows = policy.eviction.rows_of(row_width) if policy.eviction else None
+        if rows is None or placement.storage != "auto" or placement.chosen().storage == "host":
+            return placement
+        device = usable_device(placement.device)
+        left = self._left.setdefault(device, int(DEVICE_SHARE * torch.accelerator.get_memory_info(device)[0]))
+        size = members * rows * (4 * row_width + ROW_BYTES)
+        if size > left:
+            return placement
+        self._left[device] = left - size
+        return replace(placement, storage="device")
 
 
 @typed

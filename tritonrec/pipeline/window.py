@@ -207,6 +207,7 @@ class WindowConfig:
         exchange: of lookups, for studies of it.
         fraction_bits: of gradient sums in fixed point.
         seed: of dropout.
+        clustering_swaps: of clustered samples: swap them while that saves keys, as offline.
     """
 
     micro_batches: int = setting(0, "N, micro-batches per window; 0: 4 where they overlap.", 0, 65_536)
@@ -230,10 +231,13 @@ class WindowConfig:
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     fraction_bits: int = ops.FRACTION_BITS
     seed: int = seed_setting()
+    clustering_swaps: bool = setting(False, "Clustered samples: swap them while that saves keys.")
 
     def __post_init__(self) -> None:
         if self.exchange.skip_fetch and self.depth == 1:
             raise ValueError("skip_fetch keeps rows for the next batch, which depth 1 does not read ahead")
+        if self.clustering_swaps and not self.clustering:
+            raise ValueError("clustering_swaps is of clustered samples: set clustering")
         for name in ("moment_scaling", "late_states", "average_holders"):
             if getattr(self, name) and not self.average_every:
                 raise ValueError(f"{name} is of replicas that are averaged: set average_every")

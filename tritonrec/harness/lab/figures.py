@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from statistics import mean, median
 
 from ...trace import read
-from ...trace.analysis import check_trace, summarise
+from ...trace.analysis import LANES, check_trace, summarise
 from ...trace.reader import Span
 from ..network import LabError
 from .run import LabRun
@@ -34,6 +34,7 @@ class Figures:
             the tables (2D sparse parallelism); they are part of the figures above.
         link_bytes: of all kinds that left a machine over its link, per step, mean over the machines.
         kept: share of a batch's rows that the buffer of the batch before has, with two buffers; otherwise 0.
+        busy: lane -> share of the time in which it is at work, of lanes that are at all.
     """
 
     step: float
@@ -54,6 +55,7 @@ class Figures:
     replica_bytes: float
     link_bytes: float
     kept: float
+    busy: dict[str, float] = field(default_factory=dict)
 
     @property
     def exposed_ratio(self) -> float:
@@ -91,6 +93,8 @@ def figures(run: LabRun) -> Figures:
     done = run.steps * len(ranks)
     median_step = median(rank.step_ns for rank in ranks) / 1e9
     mean_step = per_step([rank.elapsed_ns for rank in ranks])
+    elapsed = sum(rank.elapsed_ns for rank in ranks)
+    busy = {lane: sum(rank.busy_ns[lane] for rank in ranks) / elapsed for lane in LANES}
     first = min(span.batch for span in trace.spans)
     later = sum(span.args["keys"] for span in trace.spans if span.name == "retrieve" and span.batch > first)
     return Figures(
@@ -112,14 +116,15 @@ def figures(run: LabRun) -> Figures:
         replica_bytes=sum(s.args.get("bytes", 0) for s in trace.spans if s.lane == "replica") / done,
         link_bytes=run.link_bytes / run.steps,
         kept=run.counts["kept"] / later if later else 0.0,
+        busy={lane: share for lane, share in busy.items() if share},
     )
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Each figure's median over the rounds."""
-    return Figures(
-        **{each.name: median(getattr(one, each.name) for one in rounds) for each in fields(Figures)}
-    )
+    lanes = {lane: median(one.busy.get(lane, 0.0) for one in rounds) for lane in rounds[0].busy}
+    names = [each.name for each in fields(Figures) if each.name != "busy"]
+    return Figures(**{name: median(getattr(one, name) for one in rounds) for name in names}, busy=lanes)
 
 
 @dataclass(frozen=True)

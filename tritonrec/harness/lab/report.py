@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +33,9 @@ def print_report(result: Result, console: Console) -> None:
     say(console, f"{_ranks(plan)}, links of {plan.rate:g} Mbit/s, {plan.job.data}")
     console.print(_table("Latency, ms per step", result.rows, LATENCY, baseline))
     console.print(_table("Hidden time, and sent bytes", result.rows, HIDING, baseline))
+    lanes = dict.fromkeys(lane for row in result.rows for lane in row.figures.busy)
+    shares: Columns = {lane: partial(_busy, lane) for lane in lanes}
+    console.print(_table("Share of a step in which each lane is at work", result.rows, shares, baseline))
     if plan.nodes:
         title = "All that left a machine over its link, per step"
         console.print(_table(title, result.rows, LINKS, baseline))
@@ -80,6 +84,10 @@ def _table(title: str, rows: Sequence[Row], columns: Columns, baseline: Row) -> 
         **columns,
     }  # fmt: skip
     return table(title, [*every], [[cell(row, baseline) for cell in every.values()] for row in rows])
+
+
+def _busy(lane: str, row: Row, baseline: Row) -> str:
+    return f"{row.figures.busy.get(lane, 0.0):.0%}"
 
 
 def _ranks(plan: LabConfig) -> str:

@@ -54,6 +54,8 @@ FIGURES = {
     "Fig. 7, random delays of 0 to 10 ms": lambda f: _latencies(f, "delays"),
     "Fig. 7 between eight hosts of the lab, random delays": lambda f: _latencies(f, "delays"),
     "Fig. 8 between eight hosts of the lab, balanced": lambda f: _latencies(f, "balanced"),
+    "Fig. 7 between eight hosts that compute 40 ms a batch": lambda f: _latencies(f, "delays"),
+    "Fig. 8 between eight hosts that compute 40 ms a batch": lambda f: _latencies(f, "balanced"),
     "Fig. 7, heterogeneous sizes": lambda f: _latencies(f, "sizes"),
     "A straggler cannot be masked (VI.B)": lambda f: _latencies(f, "straggler"),
     "Fig. 8: Mini-Kaggle and Ali-CCP": lambda f: _latencies(f, "balanced"),

@@ -1,8 +1,8 @@
 """NestPipe's figures that are computed here: keys of a window, shapes in the lab, the dual-buffer copy.
 
 Keys: how many more the micro-batches of a window exchange than its batch has (section V.C). Cut plainly,
-clustered as `WindowConfig(clustering=True)` does it, and clustered offline: from there samples of two
-micro-batches are swapped while any swap saves keys, however long it takes. No cut is below `bound`.
+clustered as `WindowConfig(clustering=True)` does it, and with `clustering_swaps` too, however long it takes.
+No cut is below `bound`.
 
 Shapes: Fig. 10 in the lab, other dimensions, layers and tokens over links that stay the same. The first shape
 has the paper's shares of lookup and communication in a synchronous step, from which the seconds of emulated
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from rich.console import Console
 
 from ...data import NextItemLoader, load_interactions
@@ -35,6 +34,8 @@ from ..lab.settings import PAPER
 COUNTS = 4, 8, 16, 32
 SAMPLES, BATCHES, EVENTS = 256, 8, 50
 MICRO_BATCHES = 8
+RANKS = 4, 2, 8
+"""The first has the paper's shares."""
 DIM, LAYERS, TOKENS = 32, 2, 48
 SHAPES = {
     "first": (1, 1, 1),
@@ -100,58 +101,6 @@ LOGS = {
 }
 
 
-@njit
-def swapped(offsets, keys, num_keys, place, sizes):
-    """Swaps samples between micro-batches, in place, until no swap saves a key; `place` (B,) is theirs.
-
-    The larger of two micro-batches, `sizes` in keys, never grows. Returns (N, U), how many samples of each
-    micro-batch have each key.
-    """
-    count = np.zeros((len(sizes), num_keys), np.int64)
-    samples = len(place)
-    for sample in range(samples):
-        for at in range(offsets[sample], offsets[sample + 1]):
-            count[place[sample], keys[at]] += 1
-    has = np.zeros(num_keys, np.bool_)
-    found = True
-    while found:
-        found = False
-        for one in range(samples):
-            for at in range(offsets[one], offsets[one + 1]):
-                has[keys[at]] = True
-            length = offsets[one + 1] - offsets[one]
-            best, best_saved = -1, 0
-            for other in range(samples):
-                a, b, grows = place[one], place[other], offsets[other + 1] - offsets[other] - length
-                if a == b or max(sizes[a] + grows, sizes[b] - grows) > max(sizes[a], sizes[b]):
-                    continue
-                saved = 0
-                for at in range(offsets[one], offsets[one + 1]):
-                    saved += (count[a, keys[at]] == 1) - (count[b, keys[at]] == 0)
-                for at in range(offsets[other], offsets[other + 1]):
-                    key = keys[at]
-                    saved += (count[b, key] == 1) - (count[a, key] == 0)
-                    if has[key]:  # both have it: it stays in both micro-batches
-                        saved -= (count[a, key] == 1) + (count[b, key] == 1)
-                if saved > best_saved:
-                    best, best_saved = other, saved
-            for at in range(offsets[one], offsets[one + 1]):
-                has[keys[at]] = False
-            if best < 0:
-                continue
-            found = True
-            a, b, grows = place[one], place[best], offsets[best + 1] - offsets[best] - length
-            place[one], place[best] = b, a
-            sizes[a], sizes[b] = sizes[a] + grows, sizes[b] - grows
-            for at in range(offsets[one], offsets[one + 1]):
-                count[a, keys[at]] -= 1
-                count[b, keys[at]] += 1
-            for at in range(offsets[best], offsets[best + 1]):
-                count[b, keys[at]] -= 1
-                count[a, keys[at]] += 1
-    return count
-
-
 def inflation(samples: Samples, place: np.ndarray) -> float:
     """Distinct keys of all micro-batches over those of the batch; (B,) the micro-batch of each sample."""
     owners = np.repeat(place, np.diff(samples.offsets.numpy()))
@@ -170,24 +119,21 @@ def bound(samples: Samples, largest: int) -> float:
 def measured(samples: Samples, count: int) -> dict[str, float]:
     """Inflation of one batch in `count` micro-batches, and the milliseconds that each cut took."""
     lengths = np.diff(samples.offsets.numpy())
-    _, keys = np.unique(samples.keys.numpy(), return_inverse=True)
 
-    def cut(clustered: bool) -> np.ndarray:
+    def cut(clustered: bool, swaps: bool = False) -> np.ndarray:
         place = np.empty(samples.num_samples, np.int64)
-        for number, part in enumerate(split(samples, count, clustered)):  # type: ignore[arg-type]
+        for number, part in enumerate(split(samples, count, clustered, swaps=swaps)):  # type: ignore[arg-type]
             place[part.numpy()] = number
         return place
 
     began = time.perf_counter()
     place = cut(True)
     clustered = time.perf_counter() - began
-    offline, sizes = place.copy(), np.bincount(place, lengths, count).astype(np.int64)
-    largest = int(sizes.max())
+    largest = int(np.bincount(place, lengths, count).max())
     began = time.perf_counter()
-    filled = swapped(samples.offsets.numpy(), keys, int(keys.max()) + 1, offline, sizes)
-    searched = time.perf_counter() - began
+    offline = cut(True, True)
+    searched = time.perf_counter() - began - clustered
     found = inflation(samples, offline)
-    assert found == (filled > 0).sum() / filled.shape[1], "a swap was counted wrongly"
     assert found <= inflation(samples, place) and int(np.bincount(offline, lengths).max()) <= largest
     return {
         "plain": inflation(samples, cut(False)), "clustered": inflation(samples, place), "offline": found,
@@ -236,6 +182,34 @@ def shapes() -> dict[str, Any]:
             "losses": found.losses,
         })  # fmt: skip
     return {"rows": rows}
+
+
+def cluster_sizes() -> dict[str, Any]:
+    """Parts of a step of each mode by number of ranks, 64 samples a rank; milliseconds per step and rank.
+
+    Four ranks have the paper's shares; lookup and computation of a rank stay the same at other numbers.
+    """
+    rows: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    for ranks in RANKS:
+        plan = replace(
+            PLAN, job=replace(PLAN.job, batch_size=64 * ranks), ranks=ranks, rate=30.0, rounds=1, steps=6,
+            modes=("dbp", "fwp", "nestpipe"), micro_batches=(MICRO_BATCHES,),
+        )  # fmt: skip
+        plan = replace(plan, seconds=seconds) if seconds else replace(plan, proportions=PAPER)
+        result = run_lab(plan, Console(quiet=True))
+        seconds = seconds or result.seconds
+        rows += [{
+            "ranks": ranks,
+            "mode": row.setting.mode,
+            "step_ms": 1e3 * row.figures.step,
+            "lookup_ms": 1e3 * row.figures.exposed_lookup,
+            "communication_ms": 1e3 * row.figures.exposed,
+            "compute_ms": 1e3 * row.figures.compute,
+            "busy": row.figures.busy,
+            "losses": row.losses,
+        } for row in result.rows]  # fmt: skip
+    return {"rows": sorted(rows, key=lambda row: row["ranks"])}
 
 
 def synchronisation() -> dict[str, Any]:

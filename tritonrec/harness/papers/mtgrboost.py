@@ -46,6 +46,15 @@ def _scaling(figures: Any) -> str:
     return "without and with overlap: " + "; ".join(shown)
 
 
+def _complexity(figures: Any) -> str:
+    rows = figures["rows"]
+    counts = [row["operations"] / 1e9 for row in rows]
+    return (
+        f"{counts[0]:.1f} and {counts[1]:.0f} G ({counts[1] / counts[0]:.1f}x); as printed at "
+        f"{rows[0]['length']:.0f} and {rows[1]['length']:.0f} tokens"
+    )
+
+
 def _curves(figures: Any) -> str:
     """GAUC of both sides after the last step."""
     (steps, theirs), (_, ours) = (figures["curves"][name][-1] for name in ("TorchRec", "sequential, batch"))
@@ -79,6 +88,7 @@ ADDED = ("+ merging", "+ both", "+ balancing")
 DEDUP = ("+ dedup before the exchange", "+ dedup before the lookup", "+ both")
 
 FIGURES = {
+    "Table 1: operations of a forward pass": _complexity,
     "Grouped parallel probing, eq. 5; Theorem 1, eq. 6": lambda f: (
         f"{f['probe_sequences']:,} keys visit every slot of their table once"
     ),

@@ -63,6 +63,28 @@ def _shapes(figures: Any) -> str:
     )
 
 
+def _parts(figures: Any) -> str:
+    """Of each number of ranks and mode the step, and its exposed lookup and communication."""
+    return "; ".join(
+        f"{ranks} ranks " + ", ".join(
+            f"{row['mode']} {row['step_ms']:.0f} ms ({row['lookup_ms']:.0f}, {row['communication_ms']:.0f})"
+            for row in figures["rows"] if row["ranks"] == ranks
+        )
+        for ranks in dict.fromkeys(row["ranks"] for row in figures["rows"])
+    )  # fmt: skip
+
+
+def _computing(figures: Any) -> str:
+    """Share of a step in which the compute lane is at work, by number of ranks."""
+    modes = dict.fromkeys(row["mode"] for row in figures["rows"])
+    shares = {
+        mode: [row["busy"]["compute"] for row in figures["rows"] if row["mode"] == mode] for mode in modes
+    }
+    return "; ".join(
+        f"{mode} {', '.join(f'{share:.1%}' for share in found)}" for mode, found in shares.items()
+    )
+
+
 SYSTEMS = ("TorchRec", "2D-SP", "UniEmb", "NestPipe")
 STEPS = "{:,.2f} / {:,.2f} / {:,.2f} / {:,.2f} ms"
 
@@ -129,6 +151,8 @@ FIGURES = {
         "Fig. 9, micro-batch 16, plain, exposed %, 512 npu",
         "Fig. 9, micro-batch 16, plain, communication ms, 512 npu",
     ),
+    "Fig. 7 in the lab: parts of a step at 2, 4 and 8 ranks": _parts,
+    "Fig. 8 in the lab: the compute lane at 2, 4 and 8 ranks": _computing,
     "Fig. 8 in the lab: the compute lane's share of a step": _busy,
     "Fig. 9 in the lab: N = 2 to 64": _by_count,
     "Fig. 10 in the lab: dimension, layers, tokens": _shapes,

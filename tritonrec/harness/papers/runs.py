@@ -8,19 +8,26 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...nn import HSTUConfig
+from ...nn.grm import GRM_SIZES
+from ...nn.hstu import HSTULayer
+from ...nn.tokens import Tokens
 from ..network import why_no_user_namespace
-from .computed import inflations, shapes, synchronisation
+from .computed import cluster_sizes, inflations, shapes, synchronisation
 
 ROOT = Path(__file__).resolve().parents[3]
 """Of a clone of the repository, whose scripts some runs are."""
 Document = dict[str, Any]
+TOKENS = 600
+"""Of a sequence of MTGRBoost's log, on average."""
 
 
 class UnavailableError(Exception):
@@ -188,6 +195,48 @@ def growth() -> Document:
     return {"keys": len(index), "slots": index.slots, "largest_load": largest}
 
 
+class Operations(TorchDispatchMode):
+    """Counts multiplications and additions of products with weights, and of attention's visible pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = {"weights": 0, "attention": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.tritonrec.linear.default, torch.ops.tritonrec.norm_linear_silu.default):
+            weight = next(each for each in args[1:] if isinstance(each, torch.Tensor) and each.dim() == 2)
+            self.counted["weights"] += 2 * args[0].numel() * weight.shape[0]
+        if func is torch.ops.tritonrec.hstu_attention.default:
+            lengths = args[3].diff()
+            pairs = int((lengths * (lengths + 1)).sum()) // 2  # a token sees itself and those before it
+            self.counted["attention"] += 2 * pairs * (args[0][0].numel() + args[2][0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def operations(size: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """Of the blocks of a GRM in a forward pass of one sequence; one block runs, and all are alike."""
+    one: dict[str, Any] = {**size, "layers": 1}
+    layer = HSTULayer(HSTUConfig(max_seq_len=tokens, dropout=0.0, **one), norm_product=True)
+    ends, ids = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in ([0, tokens], [0]))
+    values = torch.zeros(tokens, size["dim"], dtype=torch.float32, device="cpu")
+    with torch.no_grad(), Operations() as counts:
+        layer(values, Tokens.place(ends, ids, tokens), 0)
+    return {name: size["layers"] * count for name, count in counts.counted.items()}
+
+
+def complexity() -> Document:
+    """Table 1: operations of a forward pass at the text's mean length, and the length that has its figure."""
+    rows = []
+    for (name, size), printed in zip(GRM_SIZES.items(), (4e9, 110e9), strict=True):
+        counted = operations(size, TOKENS)
+        whole = sum(counted.values())
+        # Weights cost as many operations for each token, attention for each pair.
+        a, b = 2 * counted["attention"] / (TOKENS * (TOKENS + 1)), counted["weights"] / TOKENS
+        length = (math.sqrt((b + a / 2) ** 2 + 2 * a * printed) - b - a / 2) / a
+        rows.append({"size": name, "tokens": TOKENS, **counted, "operations": whole, "length": length})
+    return {"rows": rows}
+
+
 def window() -> Document:
     """Bytes of a rank's window under each bound, for the batch, rows and tables of the text's section V.F."""
     from ...serving.bounded_lag.window import Layout
@@ -230,11 +279,13 @@ RUNS = {
     ),
     "sync": Run(made=synchronisation),
     "shapes": Run(made=shapes, root=True),
+    "cluster-sizes": Run(made=cluster_sizes, root=True),
     "switches": Run("python ci/benchmarks/measure_switches.py --steps 6 --json OUT", _switches),
     "clustering": Run(made=inflations),
     "probing": Run(made=probing),
     "growth": Run(made=growth),
     "balance": Run(made=balance),
+    "complexity": Run(made=complexity),
     "grm": Run("python ci/benchmarks/grm_throughput.py --json OUT"),
     "grm-links": Run(
         "python ci/benchmarks/grm_throughput.py --sizes small --ranks 4 --rate 100 --json OUT", root=True
@@ -259,6 +310,12 @@ RUNS = {
     "hosts": Run(
         "tritonrec serve-bench --world-size 8 --rate 100 --bounds 0,1,4 --scenarios delays,balanced "
         "--rounds 5 --steps 40 --largest 0 --json OUT",
+        _served,
+        root=True,
+    ),
+    "hosts-computing": Run(
+        "tritonrec serve-bench --world-size 8 --rate 100 --bounds 0,1,4 --scenarios delays,balanced "
+        "--compute 40 --rounds 3 --steps 30 --largest 0 --json OUT",
         _served,
         root=True,
     ),

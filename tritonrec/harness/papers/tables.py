@@ -133,8 +133,19 @@ def clustering(figures: Any) -> str:
     return markdown(head, "lrrrrrr", lines)
 
 
+def lanes(figures: Any) -> str:
+    """Share of a step in which each lane is at work, by number of ranks and mode."""
+    names = dict.fromkeys(lane for row in figures["rows"] for lane in row["busy"])
+    lines = [
+        (str(row["ranks"]), row["mode"], *(f"{row['busy'].get(lane, 0.0):.0%}" for lane in names))
+        for row in figures["rows"]
+    ]
+    return markdown(("ranks", "mode", *names), "rl" + "r" * len(names), lines)
+
+
 TABLES = {
     "averaging": curves,
+    "cluster-sizes": lanes,
     "clustering": clustering,
     "curves": curves,
     "frontier": frontier,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ...distributed import TIMEOUT, Communicators
-from ...serving.bounded_lag import register
+from ...serving.bounded_lag import BoundedLagGroup, BoundedLagOptions, register
 
 BUDGET_SECONDS, MOST_CALLS, WARM_UP = 0.15, 50, 2
 REPEATED_BYTES = 2**15
@@ -24,24 +24,26 @@ LONGEST_SECONDS = 60.0
 Repetitions = dict[int, dict[str, float]]
 
 
-@lru_cache(maxsize=1)
-def _bls_group(timeout: timedelta) -> dist.ProcessGroup:
+@lru_cache(maxsize=2)
+def bls_group(timeout: timedelta, capacity: int = 0) -> BoundedLagGroup:
+    """The group of bls, which all ranks make together, and which is kept."""
     register()
-    return dist.new_group(timeout=timeout, backend="bls")
+    options: Any = BoundedLagOptions(capacity=capacity)
+    return cast(BoundedLagGroup, dist.new_group(timeout=timeout, backend="bls", pg_options=options))
 
 
 def time_collectives(
-    size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT
+    size: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT, capacity: int = 0
 ) -> dict[str, float]:
     """Seconds of one synchronous all-to-all with `size` bytes to each rank, by backend, alternating.
 
     Under ``gloo cpu`` and so on stand the seconds of this rank's processor that it took.
 
     What arrives is compared first, in all buffers. `peer` is an mpi4py communicator of the same ranks, or
-    None. Sizes are the
-    same for all ranks and so is the number of calls, which the first rank's pace decides.
+    None; with a `capacity` bls is timed with it too, where its `auto` takes MPI then. Sizes are the same for
+    all ranks and so is the number of calls, which the first rank's pace decides.
     """
-    calls = _calls(size, seed + dist.get_rank(), peer, timeout)
+    calls = _calls(size, seed + dist.get_rank(), peer, timeout, capacity)
     start = perf_counter()
     calls["gloo"]()
     pace = torch.tensor([perf_counter() - start], dtype=torch.float64)
@@ -58,7 +60,9 @@ def time_collectives(
     return seconds
 
 
-def time_repetitions(most: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT) -> Repetitions:
+def time_repetitions(
+    most: int, seed: int, peer: Any = None, timeout: timedelta = TIMEOUT, capacity: int = 0
+) -> Repetitions:
     """Seconds of n all-to-alls in a row, of `REPEATED_BYTES` from each rank, for n = 1, 10, ..., `most`.
 
     By n and backend. A backend whose n calls would take longer than `LONGEST_SECONDS` is left out.
@@ -66,7 +70,7 @@ def time_repetitions(most: int, seed: int, peer: Any = None, timeout: timedelta 
     if most < 1:
         return {}
     world = dist.get_world_size()
-    calls = _calls(REPEATED_BYTES // world, seed + dist.get_rank(), peer, timeout)
+    calls = _calls(REPEATED_BYTES // world, seed + dist.get_rank(), peer, timeout, capacity)
     found: Repetitions = {}
     count = 1
     while count <= most and calls:
@@ -85,18 +89,24 @@ def time_repetitions(most: int, seed: int, peer: Any = None, timeout: timedelta 
     return found
 
 
-def _calls(size: int, seed: int, peer: Any, timeout: timedelta) -> dict[str, Callable[[], Any]]:
+def _calls(
+    size: int, seed: int, peer: Any, timeout: timedelta, capacity: int
+) -> dict[str, Callable[[], Any]]:
     """One all-to-all of `size` bytes to each rank by each backend, after calls that were compared."""
     world = dist.get_world_size()
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (world * size,), dtype=torch.uint8, generator=generator)
     counts, places = [size] * world, [at * size for at in range(world)]
-    group = _bls_group(timeout)
-    out = {name: torch.zeros_like(values) for name in ("gloo", "bls", "MPI")[: 2 + (peer is not None)]}
-    calls: dict[str, Callable[[], Any]] = {
-        "gloo": lambda: dist.all_to_all_single(out["gloo"], values),
-        "bls": lambda: dist.all_to_all_single(out["bls"], values, group=group),
-    }
+    groups = {"bls": bls_group(timeout)}
+    if capacity:
+        by_mpi = bls_group(timeout, capacity)
+        by_mpi.exchange.connect()
+        groups |= {"bls by MPI": by_mpi} if by_mpi.exchange.transport == "mpi" else {}
+    names = ["gloo", *groups, *["MPI"] * (peer is not None)]
+    out = {name: torch.zeros_like(values) for name in names}
+    calls: dict[str, Callable[[], Any]] = {"gloo": lambda: dist.all_to_all_single(out["gloo"], values)}
+    for name, group in groups.items():
+        calls[name] = partial(dist.all_to_all_single, out[name], values, group=group)
     if peer is not None:
         from mpi4py import MPI
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...distributed import TIMEOUT
 from ...distributed.signals import end_with_parent
 from ...files import ScratchFolder
 from ..network import INTERFACE, Network
@@ -87,26 +88,37 @@ def main(out: str, rounds: str, seed: str, sizes: str, most: str) -> None:
     """A rank."""
     from mpi4py import MPI
 
-    from .collectives import counts_of_ranks, of_ranks, time_collectives, time_repetitions
+    from .collectives import (
+        REPEATED_BYTES,
+        bls_group,
+        counts_of_ranks,
+        of_ranks,
+        time_collectives,
+        time_repetitions,
+    )
 
     torch.set_num_threads(1)
     peer = MPI.COMM_WORLD
+    each = [int(size) for size in sizes.split(",") if size]
+    capacity = max([REPEATED_BYTES, *each])
     store = f"file://{out}.store"
     dist.init_process_group("gloo", init_method=store, rank=peer.rank, world_size=peer.size)
     try:
         found: tuple[list[Cells], list[Cells]] = ([], [])
         for turn in range(int(rounds)):
             cells: Cells = {}
-            for size in map(int, filter(None, sizes.split(","))):
-                own = time_collectives(size, int(seed) + turn, peer)
+            for size in each:
+                own = time_collectives(size, int(seed) + turn, peer, capacity=capacity)
                 cells[size] = of_ranks(peer.allgather(own))
                 if peer.rank == 0:
                     print("done", turn, size, flush=True)
             found[0].append(cells)
-            repeated = time_repetitions(int(most), int(seed) + turn, peer)
+            repeated = time_repetitions(int(most), int(seed) + turn, peer, capacity=capacity)
             found[1].append(counts_of_ranks(peer.allgather(repeated)))
         if peer.rank == 0:
             Path(out).write_text(json.dumps(found))
+            by = bls_group(TIMEOUT).exchange.transport, bls_group(TIMEOUT, capacity).exchange.transport
+            print(f"bls by {by[0]}, with a capacity by {by[1]}", file=sys.stderr, flush=True)
     finally:
         dist.destroy_process_group()
 

@@ -27,7 +27,7 @@ TITLES = {
     "straggler": "One consistent straggler",
     "sizes": "Messages of drawn sizes",
 }
-TIMED = ("gloo", "bls", "MPI")
+TIMED = ("gloo", "bls", "bls by MPI", "MPI")
 
 
 def saved(result: Result, setting: Series) -> list[float]:

@@ -65,6 +65,7 @@ class ServeConfig:
     scenarios: tuple[str, ...] = SCENARIOS
     delay: float = 0.01
     steps: int = setting(60, "Batches of a run.", 1, MOST)
+    compute: float = setting(0.0, "Emulated computation of each batch on each rank, in ms.", 0, 1000)
     rounds: int = setting(5, "Interleaved runs of each setting.", 2, 10_000)
     batch_size: int = setting(64, "Samples of all ranks together.", 2, 2**24)
     table_rows: int = setting(
@@ -122,13 +123,15 @@ class Result:
 
 
 def draw_delays(plan: ServeConfig, scenario: str, turn: int) -> np.ndarray:
-    """(W, steps) seconds; those of a round are the same for all settings."""
+    """(W, steps) seconds that ranks sleep, emulated computation too; those of a round are the same for all
+    settings.
+    """
     shape = (plan.world_size, plan.steps)
+    delays = np.full(shape, plan.compute / 1e3)
     if scenario == "delays":
-        return np.random.default_rng([plan.seed, turn]).uniform(0, plan.delay, shape)
-    delays = np.zeros(shape)
+        delays += np.random.default_rng([plan.seed, turn]).uniform(0, plan.delay, shape)
     if scenario == "straggler":
-        delays[-1] = plan.delay / 2
+        delays[-1] += plan.delay / 2
     return delays
 
 

@@ -118,6 +118,8 @@ def _train(communicators: Communicators, run: Run, quiet: bool, memory: Memory |
                 trust_model=run.trust_model, **run.job.recipe(model, optimizer), **vars(run.job.target),
             )
         )  # fmt: skip
+        for group in tables.groups if run.job.target.device != "cpu" and not called_again else ():
+            say(console, f"{group.layout}: {group.table.placement}")
         if communicators.world_size > 1 and run.mode != "reference" and not called_again:
             say(console, f"exchanges: {trainer.program.exchanges}")
         if run.replay:

@@ -18,7 +18,9 @@ def prefetch(context: Context, window: Window) -> Samples:
         batch.validate()
         if context.device.type != "cpu":  # keys are made there, and their values are not looked at
             context.tables.validate(batch.lookups())
-        cut = split(batch, config.micro_batches, config.clustering, config.exchange.taper)
+        cut = split(
+            batch, config.micro_batches, config.clustering, config.exchange.taper, config.clustering_swaps
+        )
         parts += batch.parts(cut)
     missing = config.window_micro_batches - len(parts)  # a run's last window
     # Every window has the same tasks, which the proof and all ranks' collectives count on: a last window with

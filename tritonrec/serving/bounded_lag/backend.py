@@ -38,11 +38,13 @@ class BoundedLagOptions:
     Args:
         bound: exchanges that two ranks may be apart; 0 makes every all-to-all synchronous.
         recorder, transport: see `BoundedLagAllToAll`.
+        capacity: the same; sizes are known here, so only MPI needs one.
     """
 
     bound: int = 0
     recorder: SupportsRecording | None = None
     transport: str = "auto"
+    capacity: int = 0
 
 
 class _Pending(dist.Work):
@@ -136,7 +138,7 @@ class BoundedLagGroup(dist.ProcessGroup):
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         gloo: Any = self._get_backend(torch.device("cpu"))
         self.exchange = BoundedLagAllToAll(
-            gloo, options.bound, 0, timeout, options.recorder, transport=options.transport
+            gloo, options.bound, options.capacity, timeout, options.recorder, transport=options.transport
         )
 
     def getBackendName(self) -> str:

@@ -36,6 +36,8 @@ from .transport import Exchange, others
 class MessageTransport:
     """A `Transport` over a group with tagged point-to-point messages, or of one rank without any."""
 
+    name = "messages"
+
     def __init__(self, group: SupportsMessages | None, bound: int, capacity: int, tags: Tags):
         rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
         self.group, self.rank, self.world_size, self.capacity = group, rank, world_size, capacity

@@ -97,6 +97,11 @@ class BoundedLagAllToAll:
         return len(self._in_flight)
 
     @property
+    def transport(self) -> str:
+        """How rows travel: ``shared``, ``mpi`` or ``messages``; ``""`` before the ranks have chosen."""
+        return "" if self._transport is None else self._transport.name
+
+    @property
     def buffer_bytes(self) -> int:
         """Memory of this rank's buffers; 0 before the first exchange."""
         return 0 if self._transport is None else self._transport.buffer_bytes

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from ...distributed.environment import LAUNCHERS
 from .by_messages import MessageTransport, await_work, naming
 from .messages import Deadline, SupportsMessages, Tags
 from .transport import TRANSPORTS, Disagreement, Transport, others
 from .window import host_words
 
-WORDS = 8
-"""Of the settings: bound, capacity, transport, two of the host, and the name of the window."""
+WORDS = 9
+"""Of the settings: bound, capacity, transport, two of the host, three of the window, whether MPI may be."""
 _unawaited: dict[int, tuple[list[tuple[int, Any]], list[torch.Tensor]]] = {}
 """Messages that nobody has waited for, and their tensors, by the id of the list. Once such a message is
 forgotten and its answer comes, gloo's thread polls for ever: it has no place to read it into."""
+
+
+def started_by_mpiexec(world_size: int) -> bool:
+    """Whether mpiexec started as many ranks, this process among them, and mpi4py is installed."""
+    sizes = [each.size for each in LAUNCHERS if each.name in ("Open MPI", "MVAPICH", "MPI")]
+    told = any(os.environ.get(name) == str(world_size) for name in sizes)
+    # A child of torchrun has the variables of its parent, whose place in MPI it cannot take.
+    return told and "TORCHELASTIC_RUN_ID" not in os.environ and find_spec("mpi4py") is not None
 
 
 class Meeting:
@@ -42,7 +53,8 @@ class Meeting:
             from .mpi import number_of_rank
 
             name = (number_of_rank(), 0, 0)
-        words = [bound, capacity, TRANSPORTS.index(transport), *host, *name]
+        mpi = transport == "auto" and capacity > 0 and started_by_mpiexec(world_size)
+        words = [bound, capacity, TRANSPORTS.index(transport), *host, *name, mpi]
         self._settings = [torch.zeros(WORDS, dtype=torch.int64, device="cpu") for _ in range(world_size)]
         self._settings[rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
         _unawaited[id(self._works)] = self._works, self._settings
@@ -86,10 +98,13 @@ class Meeting:
         if self._shared is not None and together:
             self._shared.open([(each[5], each[6], each[7]) for each in found])
             return self._shared
-        if self.transport == "mpi":
-            from .mpi import MpiWindows
+        if self.transport == "mpi" or all(each[8] for each in found):
+            from .mpi import MpiWindows, numbers_of_ranks
 
-            return MpiWindows([each[5] for each in found], rank, self.bound, self.capacity)
+            chosen = [each[5] for each in found] if self.transport == "mpi" else None
+            numbers = chosen or numbers_of_ranks(rank, world_size)
+            if numbers:
+                return MpiWindows(numbers, rank, self.bound, self.capacity)
         if self.transport == "shared":
             raise Disagreement(
                 'transport="shared" needs all ranks to be processes of one user on one host with Linux 5.3 '

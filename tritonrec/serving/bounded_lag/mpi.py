@@ -47,6 +47,17 @@ def number_of_rank() -> int:
     raise ValueError('transport="mpi" needs mpi4py, and ranks that mpiexec has started')
 
 
+def numbers_of_ranks(rank: int, world_size: int) -> list[int]:
+    """(W,) where each rank of a group of all processes is in MPI's world; every one of them calls it.
+
+    Empty where mpi4py is of another MPI than mpiexec, and so sees no other process.
+    """
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD.allgather(rank) if MPI.COMM_WORLD.size == world_size else []
+    return sorted(range(len(ranks)), key=ranks.__getitem__)
+
+
 class MpiWindows(OneSided):
     """A `Transport` between ranks that mpiexec has started.
 
@@ -56,6 +67,8 @@ class MpiWindows(OneSided):
 
     A window is kept until the process ends: all ranks would have to free it together, also after an error.
     """
+
+    name = "mpi"
 
     def __init__(self, numbers: Sequence[int], rank: int, bound: int, capacity: int):
         from mpi4py import MPI
@@ -84,20 +97,23 @@ class MpiWindows(OneSided):
         largest = max(map(exchange.size, exchange.send))
         if largest > layout.room:
             raise ValueError(
-                f'a message of {largest} bytes does not fit a room of {layout.room}: transport="mpi" needs a '
-                "capacity, on all ranks"
+                f"a message of {largest} bytes does not fit a room of {layout.room}: MPI needs a capacity as "
+                'large, on all ranks; transport="messages" does not'
             )
         at = np.cumsum([0, *map(exchange.size, exchange.send)]).tolist()
         expects = self._expected(exchange).tolist()
+        heads = np.zeros((self.world_size, HEADER // 8), np.int64)
         for peer in (*self._others, self.rank):
-            head = np.zeros(HEADER // 8, np.int64)
             header = Header.of(exchange.number, exchange.send[peer], exchange.layout, expects[peer])
-            head[:7] = *header[:4], *header.dtype, layout.first_rows(slot, self.rank)
+            heads[peer, :7] = *header[:4], *header.dtype, layout.first_rows(slot, self.rank)
             if at[peer] < at[peer + 1]:
                 self._put(flat[at[peer] : at[peer + 1]], peer, layout.first_rows(slot, self.rank))
-            self._put(head.view(np.uint8), peer, layout.head(slot, self.rank))
-            self._window.Flush(peer)  # before its arrival is counted
-            self._add(peer, ARRIVED + LINE * slot)
+            self._put(heads[peer].view(np.uint8), peer, layout.head(slot, self.rank))
+        self._window.Flush_all()  # before arrivals are counted
+        mpi, one, place = self._mpi, np.ones(1, np.int64), ARRIVED + LINE * slot
+        for peer in range(self.world_size):
+            self._window.Accumulate([one, mpi.INT64_T], peer, (place, 1, mpi.INT64_T), mpi.SUM)
+        self._window.Flush_all()
 
     def _put(self, data: np.ndarray, peer: int, place: int) -> None:
         byte = self._mpi.BYTE

@@ -23,6 +23,8 @@ class SharedMemory(OneSided):
     the end of the receiver's window; its sender adds it.
     """
 
+    name = "shared"
+
     def __init__(self, rank: int, world_size: int, bound: int, capacity: int):
         super().__init__(rank, world_size, bound, capacity)
         self.window = Window.make(self.layout)

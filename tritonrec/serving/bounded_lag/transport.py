@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 TRANSPORTS = ("auto", "shared", "mpi", "messages")
-"""``auto`` is ``shared`` where all ranks are processes of one host, and ``messages`` elsewhere."""
+"""``auto`` is ``shared`` where all ranks are processes of one host. Elsewhere it is ``mpi`` in ranks of
+mpiexec with mpi4py and a capacity, and ``messages`` without."""
 
 
 class Disagreement(RuntimeError):
@@ -81,6 +82,9 @@ class Transport(Protocol):
 
     All methods raise RankDiedError naming a rank that is missing at the deadline, or has ended.
     """
+
+    name: str
+    """Of `TRANSPORTS`."""
 
     @property
     def buffer_bytes(self) -> int:
