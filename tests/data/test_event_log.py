@@ -295,7 +295,9 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("times", [(0, 90000), (7304, 19000), (7304, 73051), (2458514, 2460000), (19000, 600000)])
+@pytest.mark.parametrize(
+    "times", [(0, 90000), (7304, 19000), (7304, 73051), (2458514, 2460000), (19000, 600000)]
+)
 def test_seconds_that_look_like_nothing_else_count_from_anywhere(tmp_path, times):
     content = "user,item,time\n" + "".join(f"1,{item},{time}\n" for item, time in enumerate(times))
     assert read(tmp_path, content, None).timestamp.tolist() == list(times)
