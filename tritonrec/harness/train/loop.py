@@ -301,7 +301,7 @@ def _check_outputs(run: Run) -> None:
         raise ValueError("resuming needs the directory of a checkpoint")
     if run.spill:  # before hours of training
         RowFile(run.spilled().job.placement.path, 4).close()
-    if run.elastic and run.resume is True and not saved:
+    if run.resume is True and not saved:  # and no folder is left where a name was wrong
         raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
     if not run.resume:
         for log in log_files(run):
