@@ -95,7 +95,9 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
     if _is_path(text):
         return Source(text, own, is_clicks=own.is_clicks)
     known = (*KINDS, "ali-ccp", *PRESETS)
-    near = get_close_matches(text.partition(":")[0].lower(), [*known, "ml-100k", "zipf", "criteo", "avazu"], 1)
+    near = get_close_matches(
+        text.partition(":")[0].lower(), [*known, "ml-100k", "zipf", "criteo", "avazu"], 1
+    )
     words = ", ".join(f"{word}:PATH" for word in known)
     raise ValueError(
         f"unknown data {text!r}{f', did you mean {near[0]}' if near else ''}: expected a path, 'ml-100k', 'zipf[:name=value,...]', "
