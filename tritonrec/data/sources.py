@@ -100,7 +100,8 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
     )
     words = ", ".join(f"{word}:PATH" for word in known)
     raise ValueError(
-        f"unknown data {text!r}{f', did you mean {near[0]}' if near else ''}: expected a path, 'ml-100k', 'zipf[:name=value,...]', "
+        f"unknown data {text!r}{f', did you mean {near[0]}' if near else ''}: expected a path, 'ml-100k', "
+        "'zipf[:name=value,...]', "
         f"'criteo[:name=value,...]', 'avazu[:name=value,...]', {words}"
     )
 

@@ -6,7 +6,7 @@ two ranks' digests differ, all ranks exchange words, and say which rank has what
 
     settings   in every window          what holds on the caller's thread: autocast, the default device;
                                         rates of its rows, and of dense updates done since the last one
-    state      in a run's first window  thread counts and flags of torch, modes and settings of modules, rates;
+    state      in a run's first window  threads and flags of torch, modes and settings of modules, rates;
                                         sums of the bits of parameters, buffers and optimizer states
     rows       in a run's first window  sums of those that the caller has written since the last run: alike on
                                         the ranks that have copies of a part of the tables
