@@ -106,7 +106,7 @@ class RunAgreement:
         with as_lane(), torch.no_grad():
             sums = self._sums(thorough)
         return digest(
-            repr((self._here, modules, settings, trained, numbers, rows, epochs, self.tables.seed, sums))
+            repr((self._here, modules, trained, numbers, settings, rows, epochs, self.tables.seed, sums))
         )
 
     def written_rows(self) -> tuple[int, int]:
