@@ -265,6 +265,8 @@ def test_a_place_of_a_place_is_the_same():
         ("s3://b/x/../y", "s3://b/x/../y: a URL here has no empty part, and no '.' or '..'"),
         ("memory://b/./y", "memory://b/./y: a URL here has no empty part"),
         ("gs://b/x//y", "gs://b/x//y: a URL here has no empty part"),
+        ("dir://x", "dir://x cannot be opened: "), ("reference://x", "reference://x cannot be opened: "),
+        ("run\0", r"'run\\x00' has a null byte"),
         ("az://b/../y", "az://b/../y: a URL here has no empty part"),
     ],
 )  # fmt: skip
@@ -344,7 +346,7 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
     assert place_of(".") == Path()
 
 
-@pytest.mark.parametrize("url", ["s3:b/x", "gs:b", "memory:x", "https:x/y"])
+@pytest.mark.parametrize("url", ["s3:b/x", "gs:b", "memory:x", "https:x/y", "s3:"])
 def test_a_url_without_slashes_is_refused_and_makes_no_folder(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in (url, Path(url)):

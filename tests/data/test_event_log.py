@@ -252,6 +252,18 @@ BAD = {
         r"times from 20231231 to 20240502 look like dates of the format %Y%m%d: say time_format",
     ),
     **{
+        f"look_like_{look}": (
+            f"user,item,time\n1,2,{low}\n1,3,{high}\n", None,
+            rf"column 'time': times from {low} to {high} look like {look}.*, or time_unit=s where they are seconds",
+        )
+        for look, low, high in [
+            ("days since 1970: multiply by 86400", 19000, 19790), ("days since", 7305, 73050),
+            ("hours since 1970: multiply by 3600", 438000, 471966), ("minutes since 1970", 26280000, 28279980),
+            ("dates of the format %Y: say time_format=%Y", 2000, 2019), ("dates of the format %Y%m:", 201901, 201912),
+            ("dates of the format %y%m%d", 190131, 200101), ("dates of the format %Y%m%d%H", 2019013112, 2020010100),
+        ]
+    },
+    **{
         f"no_such_day_{day}": (
             f"user,item,time\n1,2,29.02.2024\n1,3,{day}\n", LogFormat(time_format="%d.%m.%Y"),
             f"line 3: column time has '{day}', expected a time of the format",
@@ -281,6 +293,14 @@ BAD = {
     "far_below": ("user,item,time\n1,2,-1e19\n", None, r"line 2: column time has '-1e19', .* fits into int64"),
     "before": ("user,item,time\n1,2,-5\n", None, r"times from -5 to -5 are of no one unit: as seconds .*1969-12-31"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "times", [(0, 90000), (7304, 19000), (7304, 73051), (2458514, 2460000), (19000, 600000)]
+)
+def test_seconds_that_look_like_nothing_else_count_from_anywhere(tmp_path, times):
+    content = "user,item,time\n" + "".join(f"1,{item},{time}\n" for item, time in enumerate(times))
+    assert read(tmp_path, content, None).timestamp.tolist() == list(times)
 
 
 def test_a_zone_that_this_machine_knows_by_name_is_refused_too(tmp_path, monkeypatch):

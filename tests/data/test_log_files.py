@@ -11,7 +11,7 @@ import pyarrow.dataset as pa_dataset
 import pyarrow.parquet as pq
 import pytest
 
-from tritonrec.data import LogFormat, load, text_tables
+from tritonrec.data import LogFormat, Vocabulary, load, text_tables
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import with_query
 
@@ -42,8 +42,40 @@ def test_a_question_mark_in_a_path_is_a_path(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.csv"):
         load(tmp_path / "absent.csv")
-    with pytest.raises(ValueError, match="unknown data 'movies': expected a path"):
-        load("movies")
+    with pytest.raises(ValueError, match="unknown data 'qqq': expected a path"):
+        load("qqq")
+    with pytest.raises(ValueError, match="unknown data 'Movielens-1M', did you mean movielens-1m: expected"):
+        load("Movielens-1M")
+
+
+class Expired(fsspec.get_filesystem_class("memory")):
+    """A store with errors of its own, from some call on."""
+
+    protocol, store, pseudo_dirs, ends = "expired", {}, [""], "info"
+
+    def info(self, path, **options):
+        if self.ends == "info":
+            raise LookupError("token expired")
+        return super().info(path, **options)
+
+    def open(self, path, mode="rb", **options):
+        file = super().open(path, mode, **options)
+        if mode == "rb":
+            file.read = self.refuse
+        return file
+
+    def refuse(self, *args):
+        raise LookupError("token expired")
+
+
+@pytest.mark.parametrize("ends", ["info", "read"])
+def test_an_error_of_a_store_s_own_kind_names_the_file(ends, monkeypatch):
+    monkeypatch.setattr(Expired, "ends", ends)
+    fsspec.register_implementation("expired", Expired, clobber=True)
+    Expired(skip_instance_cache=True).pipe_file("/b/x.csv", b"user,item,time\n1,2,3\n")
+    for read in (load, Vocabulary.load):
+        with pytest.raises(OSError, match=r"LookupError: 'token expired'.*b/x.csv"):
+            read("expired://b/x.csv")
 
 
 def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_path):

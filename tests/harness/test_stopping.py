@@ -131,6 +131,17 @@ def test_the_first_signal_asks_and_the_second_ends(name, capfd):
     assert "stopping after this step" in capfd.readouterr().err
 
 
+def test_before_the_first_step_there_is_nothing_to_wait_for(job, capfd):
+    begun = threading.Event()
+    with pytest.raises(SystemExit) as ended, graceful_stop(lambda: None, begun=begun):
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM and not capfd.readouterr().err
+    train(Communicators.local(), Run(job, "reference", WindowConfig(1), steps=1), quiet=True, begun=begun)
+    with graceful_stop(lambda: None, begun=begun):
+        signal.raise_signal(signal.SIGTERM)
+    assert "stopping after this step" in capfd.readouterr().err
+
+
 def test_a_wish_that_the_ranks_could_not_hear_yet_is_repeated():
     wishes = threading.Semaphore(0)
     with graceful_stop(wishes.release):
@@ -197,6 +208,36 @@ def test_a_command_that_a_signal_ends_waits_for_no_lane_and_says_nothing(name, a
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     code = 128 + (signal.SIGINT if again else getattr(signal, name))
     assert (done.returncode, done.stderr, done.stdout) == (code, "", "" if again else "closed\n")
+
+
+IMPORTING = """
+import os, signal, sys, time
+from tritonrec import __main__
+from tritonrec.harness import cli
+sys.path.insert(0, sys.argv[1])
+def command():
+    cli._begun[:] = sys.argv[3:]
+    try:
+        import sends
+    except BaseException:  # as torch does, which goes on with half of numpy
+        print("swallowed")
+    print(sends.whole, flush=True)
+    time.sleep(1000)
+cli.app = command
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(("begun", "said"), [([], ""), (["train"], "True\n")])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_is_not_lost_in_an_import_that_swallows_it(tmp_path, name, begun, said):
+    """The module is whole before the command ends, which does not wait for it where nothing has begun."""
+    (tmp_path / "sends.py").write_text(
+        f"import os, signal, time\nos.kill(os.getpid(), signal.{name})\ntime.sleep(0.2)\nwhole = True\n"
+    )
+    command = [sys.executable, "-c", IMPORTING, str(tmp_path), name, *begun]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, done.stdout) == (128 + getattr(signal, name), "", said)
 
 
 PYTHON = [sys.executable, "-m"]

@@ -44,6 +44,8 @@ def test_a_run_whose_files_are_all_at_urls():
     assert code == 0 and "table item: " in output and "dense: " in output, output
     code, output, _ = invoke("export", "--tables-only")  # of nowhere
     assert code == 2 and "nowhere holds no checkpoint" in output
+    code, output, _ = invoke(*run[:-1], "nowhere", "--steps", 2, "--resume")  # and leaves no folder
+    assert code == 2 and "nowhere holds no checkpoint to resume" in output
 
 
 @pytest.mark.parametrize("option", ["--json", "--trace"])

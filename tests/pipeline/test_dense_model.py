@@ -17,7 +17,7 @@ from tritonrec import checkpoint
 from tritonrec.checkpoint import flatten, unflatten
 from tritonrec.distributed import Communicators
 from tritonrec.embedding.in_flight import as_lane
-from tritonrec.pipeline import DenseModel, Trainer, WindowConfig
+from tritonrec.pipeline import DenseModel, StageFailedError, Trainer, WindowConfig
 from tritonrec.settings import with_values
 
 
@@ -333,6 +333,32 @@ def test_the_check_of_an_optimizer_leaves_it_as_it_was(name):
     trainer(((model, tables, built), {"scheduler": scheduler})).close()
     assert same(list(model.parameters()), before) and not optimizer.state and not calls
     assert scheduler.get_last_lr() == rates and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("lr", math.nan), ("lr", -0.1), ("lr", torch.tensor(math.inf)), ("lr", "0.1"),
+        ("weight_decay", math.nan), ("eps", -1.0), ("betas", (0.9, math.nan)), ("betas", (1.0, 0.9)),
+    ],
+)  # fmt: skip
+def test_a_number_of_a_group_that_makes_nan_is_named_before_anything_moves(setting, value):
+    of = made("adamw in groups, fused")
+    of[0][2].param_groups[1][setting] = value
+    before = [each.clone() for each in of[0][0].parameters()]
+    with trainer(of) as training, pytest.raises(ValueError, match=f"^{setting} of group 1 of AdamW is "):
+        list(training.run(batches(2)))
+    assert same(list(of[0][0].parameters()), before)
+
+
+@pytest.mark.parametrize(("mode", "error"), [("reference", ValueError), ("nestpipe", StageFailedError)])
+@pytest.mark.parametrize("rate", [math.nan, -1.0])
+def test_a_rate_of_a_scheduler_that_makes_nan_is_named(mode, error, rate):
+    of = made("momentum")
+    scheduler = schedulers.LambdaLR(of[0][2], lambda update: rate if update == 1 else 1.0)
+    said = r"lr of group 0 of SGD is (nan|-0.05), and must be .* scheduler"
+    with trainer((of[0], {"scheduler": scheduler}), mode) as training, pytest.raises(error, match=said):
+        list(training.run(batches(3)))
 
 
 class NeedsAClosure(torch.optim.SGD):

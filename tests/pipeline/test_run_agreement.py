@@ -74,6 +74,19 @@ def flush_denormals(trainer):
     torch.set_flush_denormal(True)
 
 
+def change_epsilon(trainer):
+    trainer.dense.model.norm.eps = 0.5
+
+
+def change_dropout(trainer):
+    trainer.dense.model.layers[0].gate.dropout = 0.75
+
+
+def replace_forward(trainer):
+    norm = trainer.dense.model.norm
+    norm.forward = norm.extra_repr
+
+
 def of_parts(change, trainer):
     change(trainer.dense.model, trainer.tables, trainer.dense.optimizers[0])
 
@@ -95,6 +108,9 @@ LATER = {
     "a module's mode": (one_module_evaluates, "training=False"),
     "a frozen parameter": (partial(of_parts, freeze), "frozen"),
     "frozen rows": (partial(of_parts, freeze_rows), "rank 1 has rows of table item=frozen and rank 0 has "),
+    "a module's setting": (change_epsilon, "rank 1 has module norm=LayerNorm((6,), eps=0.5"),
+    "a module's attribute": (change_dropout, "gate=GatedNorm(dropout=0.75"),
+    "a module's forward": (replace_forward, "forward=LayerNorm.extra_repr"),
     "threads": (other_threads, "rank 1 has torch.get_num_threads()="),
     "default dtype": (other_default, "rank 1 has torch.get_default_dtype()=torch.float64 and rank 0 has "),
     "deterministic": (deterministic, "rank 1 has torch.are_deterministic_algorithms_enabled()=True"),
@@ -102,7 +118,15 @@ LATER = {
 }
 
 
-QUICK_CHANGES = ["buffer", "parameter's data", "learning rate", "frozen rows", "threads", "denormals"]
+QUICK_CHANGES = [
+    "buffer",
+    "parameter's data",
+    "learning rate",
+    "frozen rows",
+    "threads",
+    "denormals",
+    "a module's setting",
+]
 
 
 def message_between_runs(

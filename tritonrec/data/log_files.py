@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tritonrec.files import natural_order
-from tritonrec.files.places import filesystem_at, place_of
+from tritonrec.files.places import NamedErrors, filesystem_at, place_of
 
 if TYPE_CHECKING:
     import pyarrow.fs as pafs
@@ -132,7 +132,9 @@ def filesystem_of(path: str | Path, filesystem: Any = None) -> tuple[pafs.FileSy
 
     if filesystem is not None:
         is_arrow = isinstance(filesystem, pafs.FileSystem)
-        return filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(path)
+        return (
+            filesystem if is_arrow else pafs.PyFileSystem(pafs.FSSpecHandler(NamedErrors(filesystem)))
+        ), str(path)
     local = place_of(path)
     if isinstance(local, Path):
         # A glob in the working directory has no folder before it, and a colon would be that of a URL.
@@ -140,7 +142,8 @@ def filesystem_of(path: str | Path, filesystem: Any = None) -> tuple[pafs.FileSy
         return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
     base, wild = without_wildcards(str(local))
     found, place = filesystem_at(base)
-    found = found if isinstance(found, pafs.FileSystem) else pafs.PyFileSystem(pafs.FSSpecHandler(found))
+    if not isinstance(found, pafs.FileSystem):
+        found = pafs.PyFileSystem(pafs.FSSpecHandler(NamedErrors(found)))
     return found, "/".join([place.rstrip("/"), *wild])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +94,14 @@ def source_of(source: Any, format: LogFormat | None = None) -> Source | None:
         return Source(path, own, word, is_clicks=own.is_clicks, word=word)
     if _is_path(text):
         return Source(text, own, is_clicks=own.is_clicks)
-    words = ", ".join(f"{word}:PATH" for word in (*KINDS, "ali-ccp", *PRESETS))
+    known = (*KINDS, "ali-ccp", *PRESETS)
+    near = get_close_matches(
+        text.partition(":")[0].lower(), [*known, "ml-100k", "zipf", "criteo", "avazu"], 1
+    )
+    words = ", ".join(f"{word}:PATH" for word in known)
     raise ValueError(
-        f"unknown data {text!r}: expected a path, 'ml-100k', 'zipf[:name=value,...]', "
+        f"unknown data {text!r}{f', did you mean {near[0]}' if near else ''}: expected a path, 'ml-100k', "
+        "'zipf[:name=value,...]', "
         f"'criteo[:name=value,...]', 'avazu[:name=value,...]', {words}"
     )
 

@@ -249,23 +249,35 @@ def found_unit(low: int, high: int) -> str:
     return fits[0] if fits else ""
 
 
-def _is_day(time: int) -> bool:
-    """Whether a number is a date of our times, as 20240501."""
+def _is_written(time: int, format: str) -> bool:
+    """Whether a number is a date of our times in this format, as 20240501."""
     try:
-        return 1990 <= datetime.strptime(str(time), "%Y%m%d").year < 2100 and time >= 10**7
+        date = datetime.strptime(str(time), format)
+        return 1990 <= date.year < 2100 and date.strftime(format) == str(time)
     except ValueError:
         return False
+
+
+def _look(low: int, high: int) -> str:
+    """What times between `low` and `high` look like rather than seconds, with what to do, or nothing."""
+    for format in ("%Y%m%d%H", "%Y%m%d", "%Y%m", "%y%m%d", "%Y"):
+        if _is_written(low, format) and _is_written(high, format):
+            return f"dates of the format {format}: say time_format={format}"
+    for name, per_day in (("days", 1), ("hours", 24), ("minutes", 1440)):
+        # From 1990 to 2100, of days also those since 1900, which spreadsheets count.
+        if 7305 * per_day <= low <= high < (73_051 if per_day == 1 else 47_482 * per_day):
+            return f"{name} since 1970: multiply by {86_400 // per_day}, say time_unit=step if they order"
+    return ""
 
 
 def checked_unit(source: Any, low: int, high: int) -> str:
     """The unit of times between `low` and `high`, which nobody has named; seconds also from 1970 on.
 
-    Raises ValueError where they have none.
+    Raises ValueError where they have none, or may have another.
     """
-    if _is_day(low) and _is_day(high):
+    if look := _look(low, high):
         raise ValueError(
-            f"{source}: times from {low} to {high} look like dates of the format %Y%m%d: say "
-            "time_format=%Y%m%d, or time_unit=s where they are seconds"
+            f"{source}: times from {low} to {high} look like {look}, or time_unit=s where they are seconds"
         )
     unit = found_unit(low, high) or ("s" if 0 <= low <= high < 4_102_444_800 else "")
     if not unit:

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, unquote
@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 _URL = re.compile(r"((?:[A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+):/{1,2}(.*)", re.DOTALL)
 """Also with one slash, which is what `pathlib` leaves of two, and as a chain (``simplecache::s3://``)."""
 
-_HALF_URL = re.compile(r"(s3a?|gc?s|az|abfss?|adl|wasbs?|hdfs|https?|s?ftp|memory|file):(.+)", re.DOTALL)
+_HALF_URL = re.compile(r"(s3a?|gc?s|az|abfss?|adl|wasbs?|hdfs|https?|s?ftp|memory|file):(.*)", re.DOTALL)
 """A store's URL without slashes."""
 
 WRITABLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
@@ -231,18 +231,45 @@ class RemotePath:
             except FileNotFoundError:
                 return None
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Errors of a store's own types as OSError naming the URL."""
+    def _errors(self) -> AbstractContextManager[None]:
         _ = self._filesystem  # whose errors are about the URL itself
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise FileNotFoundError(2, os.strerror(2), self.url) from error
-        except OSError as error:
-            raise type(error)(error.errno or 5, str(error), self.url) from error
-        except Exception as error:
-            raise OSError(5, f"{type(error).__name__}: {error}", self.url) from error
+        return _store_errors(self.url)
+
+
+@contextmanager
+def _store_errors(url: str) -> Iterator[None]:
+    """Errors of a store's own types as OSError naming the URL."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(2, os.strerror(2), url) from error
+    except OSError as error:
+        raise type(error)(error.errno or 5, str(error), url) from error
+    except Exception as error:
+        raise OSError(5, f"{type(error).__name__}: {error}", url) from error
+
+
+class NamedErrors:
+    """A file system of fsspec's, or a file of it, whose own errors are OSError naming the path."""
+
+    def __init__(self, wrapped: Any, path: str = ""):
+        self._wrapped, self._path = wrapped, path
+
+    def __reduce__(self) -> Any:
+        return NamedErrors, (self._wrapped, self._path)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._wrapped, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            path = self._path or next((each for each in args if isinstance(each, str)), "")
+            with _store_errors(path):
+                result = found(*args, **options)
+            return NamedErrors(result, path) if name == "open" else result
+
+        return call
 
 
 Place = Path | RemotePath
@@ -300,6 +327,8 @@ def place_of(path: str | bytes | os.PathLike[str] | RemotePath) -> Place:
     text = os.fsdecode(path)
     if not text:  # as of a variable of the environment that is not set
         raise ValueError("the path is empty: the current folder is '.'")
+    if "\0" in text:
+        raise ValueError(f"{text!r} has a null byte, and no path has one")
     if text != text.strip() and _URL.match(text.strip()):
         raise ValueError(f"{text!r} is a URL with blanks around it: leave them out")
     found = _URL.match(text)
@@ -437,7 +466,7 @@ def filesystem_at(url: str) -> tuple[Any, str]:
             import fsspec
 
             return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError, OSError) as error:
+    except Exception as error:  # a protocol's own, of arguments that it lacks, say
         raise ValueError(f"{url} cannot be opened: {error}") from error
 
 

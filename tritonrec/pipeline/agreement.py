@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import warnings
-from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -25,7 +23,7 @@ from ..version import __version__
 from .dense import DenseModel
 from .dense_checks import is_sharded
 from .recipe import average_of, functions_of
-from .run_agreement import compared_buffers, thread_settings
+from .run_agreement import compared_buffers, modules_of, thread_settings, without_addresses
 from .schedule import Schedule
 from .window import WindowConfig
 
@@ -105,7 +103,8 @@ def settings_of(
         "device": device.type,
         "impl": impl,
         **_of_tables(tables),
-        **_of_model(dense.model),
+        "training": dense.model.training,
+        **modules_of(dense.model),
         **_of_optimizer(dense),
     }
     for number, (name, parameter) in enumerate(dense.model.named_parameters()):
@@ -140,22 +139,6 @@ def _of_tables(tables: HashTableCollection) -> dict[str, object]:
     return settings
 
 
-def _of_model(model: torch.nn.Module) -> dict[str, object]:
-    """Classes and settings of the modules; memory addresses in them say nothing."""
-    settings: dict[str, object] = {"training": model.training}
-    for name, module in model.named_modules():
-        words = [module.extra_repr()]
-        if module.training != model.training:
-            words.append(f"training={module.training}")
-        sizes = getattr(module, "config", None)
-        if is_dataclass(sizes):
-            words.append(repr(sizes))
-        settings[f"module {name or 'model'}"] = (
-            f"{type(module).__qualname__}({_plain(' '.join(words)).strip()})"
-        )
-    return settings
-
-
 def _of_optimizer(dense: DenseModel) -> dict[str, object]:
     """Classes and settings of optimizers and schedulers."""
     settings: dict[str, object] = {"averaged": dense.average and average_of(dense.average)}
@@ -168,13 +151,8 @@ def _of_optimizer(dense: DenseModel) -> dict[str, object]:
     for place, scheduler in enumerate(dense.schedulers):
         kind = type(scheduler).__qualname__
         functions = functions_of(scheduler, kind)
-        settings[f"scheduler {place}"] = f"{kind} {_plain(scheduler.state_dict())}, {functions}"
+        settings[f"scheduler {place}"] = f"{kind} {without_addresses(scheduler.state_dict())}, {functions}"
     return settings
-
-
-def _plain(state: object) -> str:
-    """The text of a state, without memory addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(state))
 
 
 def _of(values: torch.Tensor) -> str:

@@ -28,6 +28,7 @@ from .dense_checks import (
     listed,
     reshard,
     validate_average,
+    validate_numbers,
     validate_optimizers,
     validate_schedulers,
     validate_sharded,
@@ -125,6 +126,7 @@ class DenseModel:
         self._check("a step")
         self.check_unchanged()
         self.check_settings()
+        validate_numbers(self.optimizers)
         self._note()
         for guard in self.in_flight:
             guard.written += 1
@@ -177,6 +179,7 @@ class DenseModel:
 
         A `guarded` model's parameters may not be changed from now on by anybody else.
         """
+        validate_numbers(self.optimizers)
         with ExitStack() as begun:
             for guard in self.in_flight:
                 guard.begin(steps)

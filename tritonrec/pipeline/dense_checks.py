@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from ..embedding import RowsParameter
+from ..kernels.dispatch import on_host
 
 T = TypeVar("T")
+NUMBERS_OF_GROUPS = {"lr", "weight_decay", "eps", "betas", "momentum", "alpha", "rho"}
 PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """torch does not list them in public."""
 LONG = 32_768
@@ -162,6 +165,31 @@ def validate_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[
             )
         if not any(scheduler.optimizer is optimizer for optimizer in optimizers):
             raise ValueError("the scheduler has another optimizer than the trainer")
+
+
+def validate_numbers(optimizers: Sequence[Optimizer]) -> None:
+    """Raise ValueError for a rate, decay and so on of a group that would make parameters NaN, or rise.
+
+    Those on a device are not looked at: that would wait for it in each update.
+    """
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for name in NUMBERS_OF_GROUPS & group.keys():
+                given = group[name]
+                for each in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(each, torch.Tensor) and not (on_host(each) and each.numel() == 1):
+                        continue
+                    if isinstance(each, (int, float, torch.Tensor)):
+                        least, most = 0 <= each < math.inf, name != "betas" or each < 1
+                        if least and most:
+                            continue
+                    elif not isinstance(each, str):  # None, or a function of an optimizer's own
+                        continue
+                    raise ValueError(
+                        f"{name} of group {number} of {type(optimizer).__name__} is {given!r}, and must be "
+                        f"finite and >= 0{' and < 1' if name == 'betas' else ''}: set it so, or mend the "
+                        "scheduler that sets it"
+                    )
 
 
 def validate_average(average: AveragedModel | None, model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ two ranks' digests differ, all ranks exchange words, and say which rank has what
 
     settings   in every window          what holds on the caller's thread: autocast, the default device;
                                         rates of its rows, and of dense updates done since the last one
-    state      in a run's first window  thread counts and flags of torch, modes of modules, learning rates;
+    state      in a run's first window  threads and flags of torch, modes and settings of modules, rates;
                                         sums of the bits of parameters, buffers and optimizer states
     rows       in a run's first window  sums of those that the caller has written since the last run: alike on
                                         the ranks that have copies of a part of the tables
@@ -17,8 +17,9 @@ two ranks' digests differ, all ranks exchange words, and say which rank has what
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -93,6 +94,7 @@ class RunAgreement:
         self._begun = self._begun + 1 if single else 0
         thorough = self._begun <= ALWAYS or self._begun % SELDOM == 0
         modules = [(each.training, type(each).__qualname__) for each in self.dense.model.modules()]
+        settings = modules_of(self.dense.model) if thorough else {}
         trained = [each.requires_grad for each in self.dense.parameters.values()]
         numbers = [
             [str(value) for name, value in group.items() if name != "params"]
@@ -103,7 +105,9 @@ class RunAgreement:
         epochs = [each.last_epoch for each in self.dense.schedulers]
         with as_lane(), torch.no_grad():
             sums = self._sums(thorough)
-        return digest(repr((self._here, modules, trained, numbers, rows, epochs, self.tables.seed, sums)))
+        return digest(
+            repr((self._here, modules, trained, numbers, settings, rows, epochs, self.tables.seed, sums))
+        )
 
     def written_rows(self) -> tuple[int, int]:
         """A sum of the rows that the caller of this rank has written, and its shard; 0 without replicas."""
@@ -195,6 +199,34 @@ class RunAgreement:
         if found:
             raise RanksDisagreeError(f"step {step}: {'; '.join(found)}: give every rank the same")
         _check_samples({rank: each["samples"] for rank, each in ranks.items() if each["samples"]}, step)
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, str]:
+    """Classes and settings of the modules, and a forward that was put in the place of their own.
+
+    Hooks are left out: one that looks on, as a logger's does, may well be on rank 0 alone.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        words = [module.extra_repr()]
+        if module.training != model.training:
+            words.append(f"training={module.training}")
+        sizes = getattr(module, "config", None)
+        if is_dataclass(sizes):
+            words.append(repr(sizes))
+        if type(module).__module__.startswith("tritonrec."):  # others may keep there what is their rank's
+            plain = (each for each in vars(module).items() if isinstance(each[1], (int, float, str, tuple)))
+            words += [f"{key}={value}" for key, value in plain if key[0] != "_" and key != "training"]
+        if replaced := vars(module).get("forward"):
+            words.append(f"forward={getattr(replaced, '__qualname__', type(replaced).__qualname__)}")
+        text = without_addresses(" ".join(words)).strip()
+        found[f"module {name or 'model'}"] = f"{type(module).__qualname__}({text})"
+    return found
+
+
+def without_addresses(state: object) -> str:
+    """The text of a state, in which memory addresses say nothing."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(state))
 
 
 def compared_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
@@ -90,6 +92,7 @@ def told(name: str, words: list[str]) -> Any:
     def invoke(ctx: Any) -> Any:
         check_numbers(ctx.params, declarations["train"])
         loaded = load(name)
+        _begun.append(name)
         return loaded.invoke(loaded.make_context(name, list(words), parent=ctx.parent))
 
     command.invoke = invoke
@@ -186,9 +189,36 @@ def options(
     """Train large recommendation models with nested pipelining, and prove it bit for bit."""
 
 
-def _leave(number: int, _frame: object) -> None:
-    """End as after an exception: ranks, network namespaces and temporary folders go."""
-    raise SystemExit(128 + number)
+_begun: list[str] = []
+"""The command that runs; before it does there is nothing to close."""
+AGAIN_SECONDS = 0.1
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a module is being imported in a frame of `main`."""
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End as after an exception: ranks, network namespaces and temporary folders go.
+
+    A module that is imported is imported first: torch, say, swallows an exception in its import of numpy,
+    and goes on with half of it.
+    """
+    if _imports(frame):
+        if not _begun:
+            os._exit(128 + number)
+        again = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+    elif number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
+    else:
+        raise SystemExit(128 + number)
 
 
 def main() -> None:
@@ -197,7 +227,7 @@ def main() -> None:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
-        signal.default_int_handler(number, frame)
+        _leave(number, frame)
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -40,7 +41,10 @@ class Launch:
 
     def train(self, run: Run) -> Summary:
         """`train` on all ranks; signals stop it after its step."""
-        return self._run(graceful_stop, loop.train, run)
+        if not self._is_alone:
+            return self._run(graceful_stop, loop.train, run)
+        begun = Event()
+        return self._run(partial(graceful_stop, begun=begun), partial(loop.train, begun=begun), run)
 
     def run(self, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
         """``function(communicators, *args)`` on all ranks; signals end it."""
@@ -63,6 +67,10 @@ class Launch:
             graceful_stop(pool.request_stop) as stop,
         ):
             return pool.run(loop.train, run, False, Memory())[0], True, stop
+
+    @property
+    def _is_alone(self) -> bool:
+        return rank_here().world_size == 1 == self.world_size
 
     @property
     def _is_here(self) -> bool:

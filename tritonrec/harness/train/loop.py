@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -48,7 +49,11 @@ from .summary import (
 
 
 def train(
-    communicators: Communicators, run: Run, quiet: bool = False, memory: Memory | None = None
+    communicators: Communicators,
+    run: Run,
+    quiet: bool = False,
+    memory: Memory | None = None,
+    begun: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
@@ -63,6 +68,8 @@ def train(
     An elastic run has a `memory` on each rank; called again with it (`run_elastic`), the ranks go on from the
     newest state that all of them have.
 
+    `begun` is set once there is a step that a stop would lose.
+
     A run with `run.spill` whose memory ends goes on with its rows on disk, on the same ranks.
 
     The summary has ``step``, ``stopped`` (asked to, before `run.steps`), ``out_of_memory`` (stopped by
@@ -75,16 +82,18 @@ def train(
     (`BesidePlan.outcome`; None without a plan), and ``digest``, the SHA-256 of all parameters, rows and
     states.
     """
-    summary = _train(communicators, run, quiet, memory)
+    summary = _train(communicators, run, quiet, memory, begun)
     if run.spill and summary["out_of_memory"]:
         gc.collect()
         return_freed_memory(1 << 30)
         communicators.stop.clear()  # all ranks have left their steps
-        summary = _train(communicators, run.spilled(), quiet, memory)
+        summary = _train(communicators, run.spilled(), quiet, memory, begun)
     return summary
 
 
-def _train(communicators: Communicators, run: Run, quiet: bool, memory: Memory | None) -> dict[str, Any]:
+def _train(
+    communicators: Communicators, run: Run, quiet: bool, memory: Memory | None, begun: threading.Event | None
+) -> dict[str, Any]:
     """`train` up to where memory ends; nothing of it is held when it returns."""
     called_again = memory is not None and memory.called
     if not called_again:
@@ -210,6 +219,8 @@ def _train(communicators: Communicators, run: Run, quiet: bool, memory: Memory |
             for result in (watch or trainer).run((loader.batch(step) for step in steps), **saves):
                 before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
+                if begun:
+                    begun.set()
                 reports.on_step_end(result, clock - before, streaming.on_step_end(result))
                 if saves and step % run.save_every == 0:
                     meta |= states_now()
@@ -292,7 +303,7 @@ def _check_outputs(run: Run) -> None:
         raise ValueError("resuming needs the directory of a checkpoint")
     if run.spill:  # before hours of training
         RowFile(run.spilled().job.placement.path, 4).close()
-    if run.elastic and run.resume is True and not saved:
+    if run.resume is True and not saved:  # and no folder is left where a name was wrong
         raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
     if not run.resume:
         for log in log_files(run):

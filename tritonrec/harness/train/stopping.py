@@ -30,9 +30,14 @@ class Stop:
 
 
 @contextmanager
-def graceful_stop(request: Callable[[], None], after: str = "step") -> Iterator[Stop]:
+def graceful_stop(
+    request: Callable[[], None], after: str = "step", begun: threading.Event | None = None
+) -> Iterator[Stop]:
     """Inside, the first SIGINT, SIGTERM or SIGHUP calls `request`; a second one raises SystemExit. A third,
     or `END_SECONDS`, ends the process.
+
+    Before `begun` is set there is nothing to lose, and the first signal is as a second one: the first step
+    may compile kernels for a minute.
 
     `request` is called from another thread, again and again until the end. Ignored signals stay ignored.
     `after` says in the message where the end will be. Outside of the main thread, where Python allows no
@@ -49,7 +54,7 @@ def graceful_stop(request: Callable[[], None], after: str = "step") -> Iterator[
     def handle(number: int, _frame: FrameType | None) -> None:
         if ending:
             os._exit(128 + number)
-        if stop.signal:
+        if stop.signal or (begun is not None and not begun.is_set()):
             ending.append(threading.Timer(END_SECONDS, os._exit, [128 + number]))
             ending[0].daemon = True
             ending[0].start()
