@@ -298,7 +298,9 @@ def starts(commands: dict[str, list[str]], ports: dict[str, int], rounds: int) -
                 found[name] += [took] * (number > 0)
     row = {name: {key: median(each[key] for each in of) for key in of[0]} for name, of in found.items()}
     for name, each in row.items():
-        print(f"start {name:5s} {each['seconds']:.2f} s, {each['processor']:.2f} s of the processor")
+        print(
+            f"start {name:5s} {each['seconds']:.2f} s, {each['processor']:.2f} s of the processor", flush=True
+        )
     return {"start": row}
 
 

@@ -310,6 +310,8 @@ class Served:
             if dense is None or dense["kind"] not in served:
                 found = "tables alone" if dense is None else f"a model of kind {dense['kind']}"
                 raise ValueError(f"the export has {found}, and a server takes one of {', '.join(served)}")
+            if self._model is not None:
+                predictor.dense_of(NEXT_ITEM, "--cached")
             predictor = on_device(predictor, self._device)
             users: UserHistories | None = None
             if self._with_users and dense["kind"] == NEXT_ITEM:
