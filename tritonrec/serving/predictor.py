@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..data.impressions import ImpressionBatch
-from ..data.jagged import Lookup, WeightedLookup, check_offsets, check_tensor, offsets_of
+from ..data.jagged import Lookup, check_offsets, check_tensor, offsets_of
 from ..data.vocabulary import Vocabulary
 from ..embedding.bags import pool
 from ..files.places import Place, place_of
@@ -307,7 +307,7 @@ class Predictor:
     def _bags(self, name: str, value: Any, count: int) -> Lookup:
         """Bags of a pooled feature, one for each sample."""
         what, words = f"feature {name!r}", self.vocabularies.get(name)
-        if isinstance(value, (list, tuple)) and not isinstance(value, (Lookup, WeightedLookup)):
+        if isinstance(value, list) and not any(isinstance(bag, (int, str)) for bag in value):
             bags = [array_of(bag, what, words)[0] for bag in value]
             none = torch.empty(0, dtype=torch.int64, device="cpu")
             value = Lookup(
