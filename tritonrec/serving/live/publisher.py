@@ -509,6 +509,6 @@ class Publisher:
 
 
 def _done_with(rows: dict[str, Any]) -> None:
-    """Close them, and free their memory on this thread: a future keeps its callbacks and all they refer to."""
+    """Close them, and free their memory on this thread: a future keeps its callbacks, and their closures."""
     close_rows(rows)
     rows.clear()
