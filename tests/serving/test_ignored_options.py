@@ -77,7 +77,7 @@ def test_an_option_without_a_meaning_is_refused(models, tmp_path, monkeypatch, c
 def test_every_option_is_refused_somewhere_or_has_a_meaning_beside_all_others():
     for command, always in ALWAYS.items():
         named = {
-            word[2:].replace("-", "_")
+            word[2:].removeprefix("no-").replace("-", "_")
             for of, _, options, _ in REFUSED if of == command for word in options if word[:2] == "--"
         }  # fmt: skip
         elsewhere = {"cached"} if command == "serve" else set()  # below

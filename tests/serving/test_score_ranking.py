@@ -199,23 +199,12 @@ def test_a_process_that_is_killed_goes_on_with_the_same_bytes(clicks, tmp_path):
     pq.write_table(table, source := tmp_path / "in.parquet")
     config = ScoreConfig(batch=1, part=8)
     score_file(source, tmp_path / "whole.parquet", Predictor.load(model), config)
-    words = [
-        sys.executable,
-        "-m",
-        "tritonrec",
-        "score",
-        source,
-        out := tmp_path / "out.parquet",
-        "--model",
-        model,
-    ]
-    root = str(Path(__file__).resolve().parents[2])
-    command = subprocess.Popen(
-        [*map(str, words), "--batch", "1", "--part", "8"], env={**os.environ, "PYTHONPATH": root}
-    )
+    out, root = tmp_path / "out.parquet", str(Path(__file__).resolve().parents[2])
+    words = ["-m", "tritonrec", "score", source, out, "--model", model, "--batch", "1", "--part", "8"]
+    command = subprocess.Popen([sys.executable, *map(str, words)], env={**os.environ, "PYTHONPATH": root})
     parts = tmp_path / ".out.parquet.parts"
     try:
-        until(lambda: len([*parts.glob("*.parquet")]) > 3)
+        until(lambda: len([*parts.glob("*.parquet")]) > 3, 240)
     finally:
         os.kill(command.pid, signal.SIGKILL)
         command.wait()
