@@ -257,7 +257,7 @@ class Predictor:
         """(I,) int64: ids of the table of feature ``"item"``, ascending; the order of `scores`."""
         return self._items().ids
 
-    def predict(self, batch: Any, features: Mapping[str, Tensor] | None = None) -> Tensor:
+    def predict(self, batch: Any, features: Mapping[str, Any] | None = None) -> Tensor:
         """Probabilities (B,) of a click, or (Le, T) of each task for the exposed items of a `GRM`.
 
         Args:
@@ -330,7 +330,9 @@ class Predictor:
                 rows = self._side_by_side(single)
             else:
                 found = self.rows_of({name: (each, None) for name, each in single.items()})
-                found |= self.rows_of({n: tuple(each) for n, each in ids.items() if isinstance(each, Lookup)})
+                found |= self.rows_of(
+                    {n: (each.ids, each.offsets) for n, each in ids.items() if isinstance(each, Lookup)}
+                )
                 rows = torch.stack([found[name] for name in ids], 1)
             return sigmoid(self._encoder(dense, rows)).squeeze(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -172,11 +172,11 @@ class DevicePageReusedEarly(CachedPredictor):
             lost.append((user, pages._cached[user]))
             pages.drop(user)
 
-        def take(*arguments: Any) -> Cached:
+        def take(user: Hashable, tokens: int, spared: Collection[Hashable]) -> Cached:
             while lost:
-                user, cached = lost.pop()
-                behind._write(behind.take(user, cached.known, ()), *pages._read(cached))
-            return taken(*arguments)
+                other, cached = lost.pop()
+                behind._write(behind.take(other, cached.known, ()), *pages._read(cached))
+            return taken(user, tokens, spared)
 
         pages._evict, pages.take = lose, take  # type: ignore[method-assign]
 
