@@ -9,9 +9,9 @@ A training publishes every two steps and saves a checkpoint every four, into a f
 SIGKILL at a random moment, of its start too, and is started again: a training at the published step continues
 the sequence, before it it begins an epoch. Whenever the follower goes on, its rows and dense values are
 compared with those of a training that nobody killed, and every answer of the server by the step that it
-names. At the end both must show the last step. A training that came to its end is followed by a new one in a
-new place. The last line is a JSON object; exit status 1 where a state or an answer was another one, or where
-an error did not pass.
+names; a server with ranks must answer between two kills. At the end both must show the last step. A training
+that came to its end is followed by a new one in a new place. The last line is a JSON object; exit status 1
+where a state or an answer was another one, or where an error did not pass.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ STEPS, EVERY, SAVE_EVERY = 40, 2, 4
 HISTORIES, BEST = [[3, 7], [5], [2, 9, 2, 4]], 4
 PATIENCE = 300.0
 """Seconds in which a training that nobody kills must end."""
+ANSWERS = 3
+"""Of a server with ranks that are compared behind each kill, at least."""
 NO_SINK = 3
 
 
@@ -315,6 +317,8 @@ class Run:
         victims += ["rank"] * (self._ranks > 1)
         while not self._has_ended():
             self._look_for(PATIENCE, until=lambda: self._ready.exists() or enough())
+            if self._ranks > 1:
+                self._let_the_server_answer()
             self._look_for(draw.uniform(0, draw.choice([0.3, 4, 12])), until=enough)
             if enough():
                 self._look_for(PATIENCE)
@@ -353,6 +357,27 @@ class Run:
         while self._training.is_alive() and time.monotonic() < end and not until():
             self.look()
             time.sleep(0.002)
+
+    def _let_the_server_answer(self) -> None:
+        """The training rests meanwhile: ranks start for longer than it takes to its end.
+
+        A server that answered before the kill answers again behind it, with what the training has published.
+        """
+        began, shown = self.counts.answers, lambda: self._follower is not None and self._follower.step > 0
+        self._look_for(PATIENCE, until=shown)  # before, there are no items
+        if not self._training.is_alive():
+            return
+        assert self._training.pid is not None
+        end = time.monotonic() + PATIENCE
+        os.kill(self._training.pid, signal.SIGSTOP)
+        try:
+            while self.counts.answers < began + ANSWERS and time.monotonic() < end:
+                self.look()
+                time.sleep(0.02)
+        finally:
+            os.kill(self._training.pid, signal.SIGCONT)
+        if self.counts.answers < began + ANSWERS:
+            self._wrong(f"the server gave {self.counts.answers - began} answers in {PATIENCE:.0f} s")
 
     def _come_to_the_end(self) -> None:
         """The follower and the server show the last step."""

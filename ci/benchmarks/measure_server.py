@@ -278,7 +278,7 @@ def while_deltas_arrive(folder: Path, options: argparse.Namespace) -> dict[str, 
         deadline = time.monotonic() + 60
         while (sequence := ready(port)["sequence"]) != deltas.given and time.monotonic() < deadline:
             time.sleep(0.1)
-        print(f"{deltas.given} deltas were given, the server is at publication {sequence}")
+        print(f"{deltas.given} deltas were given, the server is at publication {sequence}", flush=True)
         if sequence != deltas.given:
             raise SystemExit("a delta is lost")
     return rows
@@ -298,7 +298,9 @@ def starts(commands: dict[str, list[str]], ports: dict[str, int], rounds: int) -
                 found[name] += [took] * (number > 0)
     row = {name: {key: median(each[key] for each in of) for key in of[0]} for name, of in found.items()}
     for name, each in row.items():
-        print(f"start {name:5s} {each['seconds']:.2f} s, {each['processor']:.2f} s of the processor")
+        print(
+            f"start {name:5s} {each['seconds']:.2f} s, {each['processor']:.2f} s of the processor", flush=True
+        )
     return {"start": row}
 
 
@@ -328,8 +330,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if several:
         rows |= while_deltas_arrive(folder, options)
+        record(options, rows=rows)  # of what is stopped, what it has come through is there
     if "start" in options.only:
         rows |= starts(commands, ports, options.rounds)
+        record(options, rows=rows)
     if not {"loads", "score"} & {*options.only}:
         return rows
     with running(commands["ours"], ours), running(commands["peer"], peer):

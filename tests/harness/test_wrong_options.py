@@ -27,8 +27,8 @@ FREE = {  # tested below, in test_cli, test_spill and in test_urls
     ("bench", "--only"), ("simulate", "--table"), ("train", "--drop"), ("train", "--resume"),
     ("train", "--warm-start"), ("train", "--disk-path"), ("train", "--publish"), ("train", "--spill"),
 }  # fmt: skip
-FREE |= {  # tested in test_score_file and test_server_process
-    ("score", "--history"), ("score", "--timestamps"), ("score", "--candidates"),
+FREE |= {  # tested in test_score_file, test_score_ranking and test_server_process
+    ("score", "--history"), ("score", "--timestamps"), ("score", "--candidates"), ("score", "--dense"),
     ("serve", "--host"), ("serve", "--follow"), ("serve", "--memory"), ("serve", "--device"),
     ("serve", "--host-memory"),
 }  # fmt: skip

@@ -106,9 +106,12 @@ def export(
         raise ValueError(f"weights must be {' or '.join(WEIGHTS)}, got {weights!r}")
     if precision is not None and precision not in DTYPES:
         raise ValueError(f"precision must be {', '.join(DTYPES)}, got {precision!r}")
+    of_dense = {
+        "compiled": compiled, "scorer": scorer is not None, "examples": examples, "precision": precision
+    }  # fmt: skip
+    if model is None and (given := [name for name, each in of_dense.items() if each]):
+        raise ValueError(f"{given[0]} goes with a model")
     if compiled:
-        if model is None:
-            raise ValueError("compiled goes with a model")
         check_compiler()
     stream = CheckpointStream(checkpoint, step)
     described = stream.meta.get("embedding")
@@ -326,6 +329,8 @@ def copied_scorer(
     described: Mapping[str, Any],
 ) -> tuple[torch.nn.Module, Scorer]:
     """A copy of `model`, and a scorer in evaluation mode that holds the copy."""
+    if scorer is None and examples:
+        raise ValueError("examples goes with a scorer: those of a model of ours are made here")
     if scorer is not None and not any(each is model for each in scorer.modules()):
         raise ValueError("scorer must hold model as a module, or be it: its values are loaded there")
     model, scorer = copy.deepcopy((model, scorer))

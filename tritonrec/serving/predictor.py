@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..data.impressions import ImpressionBatch
-from ..data.jagged import check_offsets, check_tensor
+from ..data.jagged import Lookup, check_offsets, check_tensor, offsets_of
 from ..data.vocabulary import Vocabulary
 from ..embedding.bags import pool
 from ..files.places import Place, place_of
@@ -257,12 +257,13 @@ class Predictor:
         """(I,) int64: ids of the table of feature ``"item"``, ascending; the order of `scores`."""
         return self._items().ids
 
-    def predict(self, batch: Any, features: Mapping[str, Tensor] | None = None) -> Tensor:
+    def predict(self, batch: Any, features: Mapping[str, Any] | None = None) -> Tensor:
         """Probabilities (B,) of a click, or (Le, T) of each task for the exposed items of a `GRM`.
 
         Args:
             batch: a `ClickBatch`, or dense features (B, F) float32 with `features`: ids (B,) int64 by name,
-                or words. An `ImpressionBatch` for a `GRM`; its labels are not read.
+                or words; of a pooled one a `Lookup` of bags, or B lists. An `ImpressionBatch` for a `GRM`;
+                its labels are not read.
 
         Raises ValueError for a missing feature, another number of ids than samples, and a sample of more
         tokens than the model takes.
@@ -271,13 +272,13 @@ class Predictor:
             return self._predict_impressions(batch)
         dense = batch if isinstance(batch, Tensor) else getattr(batch, "dense", batch)
         if features is None and not isinstance(batch, Tensor):
-            features = {name: lookup.ids for name, lookup in batch.lookups().items()}
+            features = batch.lookups()
         return self.clicks(dense, self.read_clicks(dense, features))
 
-    def read_clicks(self, dense: Tensor, features: Mapping[str, Any] | None) -> dict[str, Tensor]:
-        """Ids (B,) int64 of `predict`, in the order of the model's features, with its errors."""
+    def read_clicks(self, dense: Tensor, features: Mapping[str, Any] | None) -> dict[str, Tensor | Lookup]:
+        """Ids (B,) int64 or bags of `predict`, in the order of the model's features, with its errors."""
         facts = self.dense_of(CLICK, "predict")
-        names, width, found = facts["features"], facts["dense"], {}
+        names, width, found = facts["features"], facts["dense"], dict[str, Tensor | Lookup]()
         check_tensor("dense features", dense, torch.float32, 2)
         if dense.shape[1] != width:
             raise ValueError(f"dense features must be (B, {width}), got {tuple(dense.shape)}")
@@ -287,6 +288,11 @@ class Predictor:
             if name not in features:
                 raise ValueError(f"ids of feature {name!r} are missing, there are {sorted(features)}")
             ids = features[name]
+            if self.manifest["features"][name]["pooling"] != "none":
+                found[name] = self._bags(name, ids, len(dense))
+                continue
+            if isinstance(ids, Lookup):
+                ids = ids.ids
             if not isinstance(ids, Tensor):
                 ids = array_of(ids, f"feature {name!r}", self.vocabularies.get(name))[0]
             if getattr(ids, "shape", None) != dense.shape[:1]:
@@ -298,10 +304,37 @@ class Predictor:
             found[name] = ids
         return found
 
-    def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
+    def _bags(self, name: str, value: Any, count: int) -> Lookup:
+        """Bags of a pooled feature, one for each sample."""
+        what, words = f"feature {name!r}", self.vocabularies.get(name)
+        if isinstance(value, list) and not any(isinstance(bag, (int, str)) for bag in value):
+            bags = [array_of(bag, what, words)[0] for bag in value]
+            none = torch.empty(0, dtype=torch.int64, device="cpu")
+            value = Lookup(
+                torch.cat([none, *bags]),
+                offsets_of(torch.tensor([*map(len, bags)], dtype=torch.int64, device="cpu")),
+            )
+        if not isinstance(value, Lookup) or value.offsets is None:
+            raise ValueError(f"{what} is pooled: give a bag of ids, without weights, for each sample")
+        check_tensor(f"ids of {what}", value.ids, torch.int64, 1)
+        check_offsets(value.offsets, len(value.ids), f"offsets of {what}", "ids")
+        if len(value.offsets) != count + 1:
+            raise ValueError(f"{what} has {len(value.offsets) - 1} bags for {count} samples")
+        return value
+
+    def clicks(self, dense: Tensor, ids: Mapping[str, Tensor | Lookup]) -> Tensor:
         """Probabilities (B,) of what `read_clicks` has checked."""
+        single = {name: each for name, each in ids.items() if isinstance(each, Tensor)}
         with torch.no_grad():
-            return sigmoid(self._encoder(dense, self._side_by_side(ids))).squeeze(1)
+            if len(single) == len(ids):
+                rows = self._side_by_side(single)
+            else:
+                found = self.rows_of({name: (each, None) for name, each in single.items()})
+                found |= self.rows_of(
+                    {n: (each.ids, each.offsets) for n, each in ids.items() if isinstance(each, Lookup)}
+                )
+                rows = torch.stack([found[name] for name in ids], 1)
+            return sigmoid(self._encoder(dense, rows)).squeeze(1)
 
     def _side_by_side(self, ids: Mapping[str, Tensor]) -> Tensor:
         """Rows (B, C, d) of ids (B,), checked, by feature."""
@@ -309,9 +342,8 @@ class Predictor:
 
     @cached_property
     def _table_of(self) -> dict[str, str]:
-        """Names of the tables, by feature of a click; ValueError for one that is missing or pooled."""
-        names, none = self.manifest["dense"]["features"], torch.empty(0, dtype=torch.int64, device="cpu")
-        self.rows_of(dict.fromkeys(names, (none, None)))
+        """Names of the tables, by feature of a click."""
+        names = self.manifest["dense"]["features"]
         return {name: self.manifest["features"][name]["table"] for name in names}
 
     def _predict_impressions(self, batch: ImpressionBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores of a Parquet file of histories into another one, which goes on where a killed run has ended.
+"""Scores of a Parquet file of samples into another one, which goes on where a killed run has ended.
 
 The rows of the file are cut into parts. Each is a file of a folder beside the output, renamed when it is
 whole, and at the end they become the output, which is renamed too. A part depends on its rows and the
@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from ..data.log_files import LogFiles, files_at
 from ..data.values import is_list
@@ -24,7 +26,9 @@ from ..files import atomic_write, check_writable, save_json
 from ..files.places import local_path, place_of, read_document
 from ..settings import MOST, setting
 from .histories import array_of
+from .impressions import impressions_of
 from .predictor import Predictor
+from .programs import CLICK, IMPRESSION, NEXT_ITEM
 from .retrieval import check_k
 
 PLAN = "plan.json"
@@ -35,17 +39,33 @@ class ScoreConfig:
     """Columns and sizes.
 
     Args:
-        candidates: the column of items to score; without it the best `k` of all are found.
-        exclude_history: leave a user's history out of the best.
+        candidates: the column of items to score; without it the best `k` of all are found. A GRM needs it.
+        dense: of a DLRM. exclude_history: leave a user's history out of the best.
     """
 
-    history: str = setting("history", "Column of histories: lists of ids or words, oldest first.")
+    history: str = setting("history", "Column of histories: lists, oldest first.")
     timestamps: str = setting("", "Column of their timestamps, for a model with times.")
     candidates: str = setting("", "Column of lists to score; by default the best of all items are found.")
+    dense: str = setting("dense", "Column of dense features, for a DLRM: a list for each row.")
     k: int = setting(10, "Best items of each user.", 1, MOST)
     exclude_history: bool = setting(True, "Leave a user's history out of the best items.")
     batch: int = setting(256, "Users that are computed together.", 1, 2**20)
     part: int = setting(16_384, "Rows of a part, after which a killed run goes on.", 1, MOST)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is read of a row and made of it.
+
+    Args:
+        lists: columns of lists that are read, and left out. values: those of one value, which are kept.
+        answers: the columns `made`, from those that were read.
+    """
+
+    lists: tuple[str, ...]
+    values: tuple[str, ...]
+    made: Mapping[str, pa.DataType]
+    answers: Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
 
 
 def score_file(
@@ -55,19 +75,24 @@ def score_file(
     config: ScoreConfig,
     progress: Callable[[int, int], object] = lambda done, rows: None,
 ) -> int:
-    """Write `source` with columns ``items`` and ``scores``, or ``scores`` alone of candidates; returns rows.
+    """Write `source` with what the model gives for each row; returns rows.
 
-    All other columns but the histories, their timestamps and the candidates are kept, rows in their order.
-    ``scores`` are float32, ``items`` int64 or words, as the histories are. `source` may be at a URL, `out` is
-    local: its parts are beside it.
+    Of a model of the next item that are the columns ``items`` and ``scores``, or ``scores`` alone of
+    candidates; of a DLRM ``probability``; of a GRM a column for each task, with a list for each row. Lists
+    that were read are left out, other columns are kept, and rows stay in their order. ``scores`` and
+    probabilities are float32, ``items`` int64 or words, as the histories are. `source` may be at a URL, `out`
+    is local: its parts are beside it.
 
-    Raises ValueError for a missing column, a row that `Predictor.retrieve` refuses, which is named, for a
-    source that changes meanwhile, and for parts of another run: of another file, model or configuration.
+    A DLRM reads the column of each of its features, of lists for a pooled one. A GRM reads the columns of its
+    context, and histories and candidates of structs: ``item``, ``timestamp``, in histories ``action``, and
+    ``genres`` for a model with genres.
+
+    Raises ValueError for a missing column, a row that the `Predictor` refuses, which is named, a setting that
+    this model does not use, for a source that changes meanwhile, and for parts of another run: of another
+    file, model or configuration.
     """
     out = local_path(out, "a file of scores")
     check_writable(out)
-    if not config.candidates:
-        check_k(config.k, len(predictor.item_ids))
     place = files_at(str(place_of(source)), "Parquet file")
     if place.is_folder or len(place.files) > 1:
         raise ValueError(f"{source} has {len(place.files)} files: score one after another")
@@ -75,7 +100,8 @@ def score_file(
         raise ValueError(f"the output would replace {source}, whose rows it has: name another file")
     file = _opened(place)
     names = file.schema_arrow.names
-    wanted = [each for each in (config.history, config.timestamps, config.candidates) if each]
+    form = _form(predictor, config, file.schema_arrow)
+    wanted = [*form.lists, *form.values]
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(f"{source} has no column {missing[0]!r}, but {', '.join(names)}")
     if twice := next(
@@ -84,10 +110,10 @@ def score_file(
         raise ValueError(f"column {twice!r} is there or named twice: give each a name and a use of its own")
     for name in wanted:
         kind = file.schema_arrow.field(name).type
-        if not is_list(kind):
-            raise ValueError(f"column {name!r} of {source} has {kind}: give a list for each row")
-    made = {"scores"} if config.candidates else {"items", "scores"}
-    if clash := made & ({*names} - {*wanted}):
+        if is_list(kind) != (name in form.lists):
+            right = "a list" if name in form.lists else "one id or word"
+            raise ValueError(f"column {name!r} of {source} has {kind}: give {right} for each row")
+    if clash := form.made.keys() & ({*names} - {*form.lists}):
         raise ValueError(f"{source} has a column {min(clash)!r} already, which the output makes: rename it")
     parts, rows = out.with_name(f".{out.name}.parts"), file.metadata.num_rows
     plan: dict[str, Any] = {
@@ -99,7 +125,7 @@ def score_file(
         files.append(path := parts / f"{number:08d}.parquet")
         first = number * config.part
         if not path.exists():
-            scored = _scored(table, predictor, config, first)
+            scored = _scored(table, form, config.batch, first)
             with atomic_write(path) as written:
                 pq.write_table(scored, written)
         progress(min(first + config.part, rows), rows)
@@ -164,57 +190,151 @@ def _cut(place: LogFiles, file: pq.ParquetFile, rows: int) -> Iterator[pa.Table]
         yield pa.concat_tables([*kept, file.schema_arrow.empty_table()])
 
 
-def _scored(table: pa.Table, predictor: Predictor, config: ScoreConfig, first: int) -> pa.Table:
-    items: list[Any] = []
-    scores: list[Any] = []
-    for at in range(0, len(table), config.batch):
-        part = table.slice(at, config.batch)
-        columns = {
-            name: part[name].to_pylist() for name in part.column_names if name in vars(config).values()
-        }
+def _scored(table: pa.Table, form: Form, batch: int, first: int) -> pa.Table:
+    made: dict[str, list[Any]] = {name: [] for name in form.made}
+    for at in range(0, len(table), batch):
+        part = table.slice(at, batch)
+        columns = {name: part[name].to_pylist() for name in (*form.lists, *form.values)}
         try:
-            found = _answers(columns, predictor, config)
+            found = _answers(columns, form)
         except ValueError:
             for row in range(len(part)):  # which one it is
                 alone = {name: values[row : row + 1] for name, values in columns.items()}
                 try:
-                    _answers(alone, predictor, config)
+                    _answers(alone, form)
                 except ValueError as error:
                     raise ValueError(f"row {first + at + row}: {error}") from error
             raise
-        items += found[0]
-        scores += found[1]
-    left = [name for name in (config.history, config.timestamps, config.candidates) if name]
-    kept = table.drop_columns(left)
+        for name, values in found.items():
+            made[name] += values
+    kept = table.drop_columns([*form.lists])
+    for name, kind in form.made.items():
+        kept = kept.append_column(name, pa.array(made[name], kind))
+    return kept
+
+
+def _answers(columns: dict[str, list[Any]], form: Form) -> dict[str, list[Any]]:
+    for name in form.lists:
+        if None in columns[name]:
+            raise ValueError(f"column {name!r} has no list here")
+    return form.answers(columns)
+
+
+def _form(predictor: Predictor, config: ScoreConfig, schema: pa.Schema) -> Form:
+    """How this model scores; ValueError for another kind of model, and for settings that it does not use."""
+    kind = (predictor.manifest["dense"] or {}).get("kind")
+    if kind == CLICK:
+        _check_used(config, {"dense"}, "a model of clicks")
+        return _clicks(predictor, config)
+    if kind == IMPRESSION:
+        _check_used(config, {"history", "candidates"}, "a model of impressions")
+        return _impressions(predictor, config, schema)
+    predictor.dense_of(NEXT_ITEM, "score")
+    histories = {"history", "timestamps", "candidates"}
+    if config.candidates:
+        _check_used(config, histories, "candidates")
+    else:
+        _check_used(config, histories | {"k", "exclude_history"}, "a model of the next item")
+        check_k(config.k, len(predictor.item_ids))
+    return _next_items(predictor, config, schema)
+
+
+def _check_used(config: ScoreConfig, used: set[str], what: str) -> None:
+    plain = ScoreConfig()
+    for name in vars(config).keys() - used - {"batch", "part"}:
+        if getattr(config, name) != getattr(plain, name):
+            raise ValueError(f"{name} has no meaning with {what}: leave it out")
+
+
+def _clicks(predictor: Predictor, config: ScoreConfig) -> Form:
+    facts, features = predictor.dense_of(CLICK, "score"), predictor.manifest["features"]
+    pooled = [name for name in facts["features"] if features[name]["pooling"] != "none"]
+    width = facts["dense"]
+
+    def answers(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        rows = columns[config.dense] if width else [[]] * len(columns[facts["features"][0]])
+        if any(len(row) != width or not all(isinstance(each, (int, float)) for each in row) for row in rows):
+            raise ValueError(f"column {config.dense!r} must have {width} numbers in each row")
+        dense = torch.tensor(rows, dtype=torch.float32, device="cpu").reshape(-1, width)
+        if not bool(dense.isfinite().all()):
+            raise ValueError(f"column {config.dense!r} must have finite float32")
+        return {"probability": predictor.predict(dense, columns).tolist()}
+
+    single = tuple(name for name in facts["features"] if name not in pooled)
+    return Form((*[config.dense] * bool(width), *pooled), single, {"probability": pa.float32()}, answers)
+
+
+def _impressions(predictor: Predictor, config: ScoreConfig, schema: pa.Schema) -> Form:
+    facts = predictor.dense_of(IMPRESSION, "score")
     if not config.candidates:
-        words = any(items) and isinstance(items[0][0], str)
-        kept = kept.append_column("items", pa.array(items, pa.list_(pa.string() if words else pa.int64())))
-    return kept.append_column("scores", pa.array(scores, pa.list_(pa.float32())))
+        raise ValueError(
+            "a model of impressions judges items that are shown: name their column as candidates"
+        )
+    shown = ["item", "timestamp", *["genres"] * facts["genres"]]
+    lists = {config.history: [*shown, "action"], config.candidates: shown}
+    for name, fields in lists.items():
+        kind = schema.field(name).type if schema.names.count(name) == 1 else None
+        if kind is None or not is_list(kind):
+            continue  # it is named by the caller
+        of_events = kind.value_type
+        there = {each.name for each in of_events} if pa.types.is_struct(of_events) else set()
+        if missing := [each for each in fields if each not in there]:
+            raise ValueError(f"column {name!r} has lists of {of_events}, and no {missing[0]!r}: give structs")
+
+    def answers(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        def events(name: str, row: int) -> list[SimpleNamespace]:
+            found = columns[name][row]
+            if any(each is None or each[field] is None for each in found for field in lists[name]):
+                raise ValueError(f"column {name!r} has an event without {', '.join(lists[name])}")
+            return [
+                SimpleNamespace(**{"genres": []} | {field: each[field] for field in lists[name]})
+                for each in found
+            ]
+
+        rows = range(len(columns[config.history]))
+        samples = [
+            SimpleNamespace(
+                context={name: columns[name][row] for name in facts["context"]},
+                history=events(config.history, row),
+                exposed=events(config.candidates, row),
+            )
+            for row in rows
+        ]
+        batch = impressions_of(samples, facts, predictor.vocabularies)
+        found = predictor.predict(batch).split(batch.exposed_offsets.diff().tolist())
+        return {task: [each[:, at].tolist() for each in found] for at, task in enumerate(facts["tasks"])}
+
+    made = dict.fromkeys(facts["tasks"], pa.list_(pa.float32()))
+    return Form((config.history, config.candidates), tuple(facts["context"]), made, answers)
 
 
-def _answers(columns: dict[str, list[Any]], predictor: Predictor, config: ScoreConfig) -> tuple[Any, Any]:
-    histories = columns[config.history]
-    if None in histories:
-        raise ValueError(f"column {config.history!r} has no history here")
-    times = None
-    if config.timestamps:
-        times = columns[config.timestamps]
-        if [*map(len, histories)] != [len(each or ()) for each in times]:
+def _next_items(predictor: Predictor, config: ScoreConfig, schema: pa.Schema) -> Form:
+    words = predictor.vocabularies.get("item")
+
+    def answers(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        histories = columns[config.history]
+        times = columns[config.timestamps] if config.timestamps else None
+        if times is not None and [*map(len, histories)] != [*map(len, times)]:
             raise ValueError(
                 f"columns {config.history!r} and {config.timestamps!r} have lists of other lengths"
             )
-    given, stamps = predictor.read(histories, times)
-    vectors = predictor.vectors(given.ids, given.offsets, stamps)
+        given, stamps = predictor.read(histories, times)
+        vectors = predictor.vectors(given.ids, given.offsets, stamps)
+        if not config.candidates:
+            exclude = "history" if config.exclude_history else None
+            ids, found = predictor.best_of(vectors, config.k, exclude, given)
+            return {"items": ids if isinstance(ids, list) else ids.tolist(), "scores": found.tolist()}
+        wanted = [array_of(each, "list of candidates", words)[0] for each in columns[config.candidates]]
+        rows = zip(vectors.split(1), wanted, strict=True)
+        return {"scores": [predictor.scores_of(vector, ids)[0].tolist() for vector, ids in rows]}
+
+    made = {"scores": pa.list_(pa.float32())}
     if not config.candidates:
-        exclude = "history" if config.exclude_history else None
-        ids, found = predictor.best_of(vectors, config.k, exclude, given)
-        return (ids if isinstance(ids, list) else ids.tolist()), found.tolist()
-    if None in columns[config.candidates]:
-        raise ValueError(f"column {config.candidates!r} has no list of candidates here")
-    words = predictor.vocabularies.get("item")
-    wanted = [array_of(each, "list of candidates", words)[0] for each in columns[config.candidates]]
-    rows = zip(vectors.split(1), wanted, strict=True)
-    return [], [predictor.scores_of(vector, ids)[0].tolist() for vector, ids in rows]
+        kind = schema.field(config.history).type if config.history in schema.names else None
+        ids = kind is None or not is_list(kind) or pa.types.is_integer(kind.value_type)
+        made = {"items": pa.list_(pa.int64() if ids else pa.string()), **made}
+    read = (config.history, config.timestamps, config.candidates)
+    return Form(tuple(name for name in read if name), (), made, answers)
 
 
 def _join(files: list[Path], out: Path) -> None:

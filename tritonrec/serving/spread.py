@@ -99,9 +99,9 @@ class SpreadPredictor(Ranks, Predictor):
         """Refused: the rows are in other processes."""
         raise ValueError("the tables are spread over processes, which give probabilities alone")
 
-    def clicks(self, dense: Tensor, ids: Mapping[str, Tensor]) -> Tensor:
-        """As of its base."""
-        given = {name: each.numpy() for name, each in ids.items()}
+    def clicks(self, dense: Tensor, ids: Mapping[str, Tensor | Lookup]) -> Tensor:
+        """As of its base; no feature is pooled."""
+        given = {name: each.numpy() for name, each in ids.items() if isinstance(each, Tensor)}
         of_ranks = self._run(_clicks, dense.detach().numpy(), given)
         blocks = [block for chunk in zip(*of_ranks, strict=True) for block in chunk]
         return torch.from_numpy(np.concatenate(blocks))

@@ -28,7 +28,7 @@ COMMANDS = {
     "train": "Train a model in any mode; print loss and metrics beside those of a ranking without training.",
     "export": "Write a checkpoint's tables and dense model for serving and other tools.",
     "serve": "Serve an exported model over HTTP, with the bits of its Predictor.",
-    "score": "Score a Parquet file of histories into another one; a killed run goes on.",
+    "score": "Score the rows of a Parquet file into another one; a killed run goes on.",
     "bisect": "Find the first difference of two runs: step, tensor or table, key, column, both values.",
     "trace": "Time per lane, exposed communication, hidden lookup; check that every dependency was honoured.",
     "bench": "Time the kernels beside their peers; print ratios, losses as plainly as wins.",

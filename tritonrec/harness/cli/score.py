@@ -20,15 +20,15 @@ CONFIG = ScoreConfig()
 
 @with_options(first=("k",))
 def score(
-    source: Annotated[Path, typer.Argument(help="Parquet file with a column of histories.")],
+    source: Annotated[Path, typer.Argument(help="Parquet file of histories, clicks or impressions.")],
     out: Annotated[Path, typer.Argument(help="Parquet file to write.")],
     model: Annotated[Path, typer.Option(help="Folder or URL of tritonrec export.")],
     config: ScoreConfig = CONFIG,
 ) -> None:
-    """Score a Parquet file of histories into another one; a killed run goes on.
+    """Score the rows of a Parquet file into another one; a killed run goes on.
 
-    The best items of each user, or scores of candidates. Called again, a killed run goes on behind its last
-    whole part, and leaves the same bytes.
+    The best items of each user, or scores of candidates; probabilities of a DLRM and of a GRM. Called again,
+    a killed run goes on behind its last whole part, and leaves the same bytes.
     Python: tritonrec.serving.score_file.
     """
     require_writable({"OUT": out}, inputs={"SOURCE": source})

@@ -240,7 +240,7 @@ class Publisher:
             delta = self._deltas.submit(
                 self._put_delta, header, content, rows_changed, erased, dict(self._values)
             )
-            delta.add_done_callback(lambda _: close_rows(rows_changed))
+            delta.add_done_callback(lambda _: _done_with(rows_changed))
             self._under_way.append(delta)
         if due and self._groups.saves:
             self._begin_snapshot(header)
@@ -506,3 +506,9 @@ class Publisher:
         if why:
             header = replace(header, sequence=last)
         return {"header": asdict(header), "why": why}
+
+
+def _done_with(rows: dict[str, Any]) -> None:
+    """Close them, and free their memory on this thread: a future keeps its callbacks, and their closures."""
+    close_rows(rows)
+    rows.clear()

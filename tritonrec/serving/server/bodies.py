@@ -75,10 +75,10 @@ class Events(Body):
 
 
 class Clicks(Body):
-    """Impressions: dense features (B, F) and the ids or words (B,) of each feature."""
+    """Impressions: dense features (B, F) and the ids or words (B,) of each feature, or B bags of them."""
 
     dense: list[list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]] = Field(min_length=1)
-    features: dict[str, Items]
+    features: dict[str, Items | list[Items]]
 
     def __len__(self) -> int:
         return len(self.dense)

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data import ImpressionBatch
+from ...data import ImpressionBatch, Lookup
 from ...data.jagged import offsets_of
 from ...nn import NextItemModel
 from ..cached import CachedPredictor
 from ..device import on_device
 from ..histories import Ids, array_of
+from ..impressions import impressions_of
 from ..predictor import Predictor
 from ..programs import CLICK, IMPRESSION, NEXT_ITEM
 from ..users import UserHistories
 from .bodies import Clicks, Impressions, Retrieve, Score
 from .errors import ServerError
-from .impressions import impressions_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Read:
     given: Ids | None = None
     times: Tensor | None = None
     seen: tuple[Tensor, ...] = ()
-    clicks: tuple[Tensor, dict[str, Tensor]] | None = None
+    clicks: tuple[Tensor, dict[str, Tensor | Lookup]] | None = None
     vectors: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float32, device="cpu"))
 
 
@@ -161,7 +161,7 @@ class Version:
             read.seen = (array_of(request.items, "list of candidates", words)[0],)
         return read
 
-    def _clicks(self, request: Clicks) -> tuple[Tensor, dict[str, Tensor]]:
+    def _clicks(self, request: Clicks) -> tuple[Tensor, dict[str, Tensor | Lookup]]:
         names = self.predictor.dense_of(CLICK, "predict")["features"]
         dense = torch.tensor(request.dense, dtype=torch.float32, device="cpu")
         if not bool(dense.isfinite().all()):
@@ -181,7 +181,7 @@ class Version:
         clicks = [read.clicks for read in reads if read.clicks is not None]
         answers: dict[int, dict[str, Any]] = {}
         if clicks:
-            features = {name: torch.cat([each[name] for _, each in clicks]) for name in clicks[0][1]}
+            features = {name: _together([each[name] for _, each in clicks]) for name in clicks[0][1]}
             found = self.predictor.clicks(torch.cat([dense for dense, _ in clicks]), features)
             given = [read for read in reads if read.clicks is not None]
             for read, part in _parts(given, [len(dense) for dense, _ in clicks]):
@@ -230,6 +230,14 @@ class Version:
         return answers
 
 
+def _together(parts: Sequence[Any]) -> Tensor | Lookup:
+    """Ids of one feature, or bags, of several requests."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat([*parts])
+    lengths = torch.cat([bags.offsets.diff() for bags in parts])
+    return Lookup(torch.cat([bags.ids for bags in parts]), offsets_of(lengths))
+
+
 def attempt(function: Callable[[Any], Any], given: Any) -> Any:
     """What the function returns, or the exception that it raises."""
     try:
@@ -246,7 +254,10 @@ def _first_answer(predictor: Predictor) -> None:
         predictor.best_without(predictor.vectors(ids, one, none[:1]), 1, none[:0], none)
     elif dense["kind"] == CLICK:
         given = torch.zeros(1, dense["dense"], dtype=torch.float32, device="cpu")
-        predictor.clicks(given, dict.fromkeys(dense["features"], none[:1]))
+        features = predictor.manifest["features"]
+        pooled = {name for name in dense["features"] if features[name]["pooling"] != "none"}
+        bag = Lookup(none[:0], none)
+        predictor.clicks(given, {n: bag if n in pooled else none[:1] for n in dense["features"]})
 
 
 def _parts(reads: Sequence[Read], sizes: Sequence[int]) -> Iterator[tuple[Read, slice]]:
@@ -299,6 +310,8 @@ class Served:
             if dense is None or dense["kind"] not in served:
                 found = "tables alone" if dense is None else f"a model of kind {dense['kind']}"
                 raise ValueError(f"the export has {found}, and a server takes one of {', '.join(served)}")
+            if self._model is not None:
+                predictor.dense_of(NEXT_ITEM, "--cached")
             predictor = on_device(predictor, self._device)
             users: UserHistories | None = None
             if self._with_users and dense["kind"] == NEXT_ITEM:

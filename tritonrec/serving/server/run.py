@@ -62,7 +62,13 @@ class Source:
         """Read it."""
         load = None if self.path is None else partial(self._load, config)
         cache = self.model, self.memory, self.host_memory
-        return Served(load, *cache, self.device, config.workers == 1, config.max_users)
+        served = Served(load, *cache, self.device, config.workers == 1, config.max_users)
+        version = served.version
+        if version is not None and version.users is None and config.max_users != DEFAULTS.max_users:
+            raise ValueError(
+                "--max-users goes with users' events, which one process with a model of the next item keeps"
+            )
+        return served
 
     def _load(self, config: ServerConfig) -> Predictor:
         assert self.path is not None
@@ -145,7 +151,12 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError("--ranks does not go with --approximate: an index needs all rows in one place")
     if source.device != "cpu" and (config.ranks > 1 or source.approximate is not None):
         raise ValueError("--device does not go with --ranks and --approximate, which search on the CPU")
-    bytes_of(source.memory)
+    if bytes_of(source.memory) != bytes_of(Source.memory) and source.model is None:
+        raise ValueError("--memory goes with --cached: keys and values of users are in it")
+    if config.max_lag and source.follow is None:
+        raise ValueError("--max-lag goes with --follow: a folder has no lag")
+    if config.workers > 1 and config.max_users != DEFAULTS.max_users:
+        raise ValueError("--max-users does not go with --workers, which keep no events of users")
     host_memory = bytes_of(source.host_memory, "host_memory")
     if (usable_device(source.device).type == "cpu" or source.model is None) and host_memory:
         raise ValueError("--host-memory goes with --cached and a --device, whose memory it stands behind")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from ....data import Batch, NextItemLoader
+from ....embedding import HashTableCollection
 from ....nn import HSTUConfig, NextItemModel
+from ....ops import use_impl
 from ....pipeline import next_item_scores
 from ....serving import Predictor, export
 from ....serving.cached import CachedPredictor
-from ....serving.cached.pages import Pages, pages_of
+from ....serving.cached.pages import Cached, Pages, pages_of
+from ....serving.device import DevicePredictor
 from ...train.gather import whole_tables
 from ..faults import case, fault
 from ..variants import MADE, RESTART, Run, Variant, add_variants
@@ -27,26 +30,43 @@ PART = "scores, cached"
 """What rank 0 compares."""
 PAGES = 5
 """Of the memory: less than the users need, so that they take pages from each other."""
+BEHIND = 7
+"""Of the host behind a device: with `PAGES` less than the users need, too."""
 
 
-def cached(run: Run) -> Iterator[Sequence[Batch]]:
+def cached(run: Run, device: str = "") -> Iterator[Sequence[Batch]]:
     """Serve held-out users in pieces, over two versions, and compare their scores with the trainer's.
 
     They begin with the export of the checkpoint half way, get some events, are scored, go on with the export
     of the last one, and get the others between further scores. Scores on the way are compared with those of
     `Predictor`, the last ones with the trainer's. A fault's tool takes the place of `CachedPredictor`.
-    Collective; rank 0 serves, and counts how many tokens were not computed again.
+    Collective; rank 0 serves, and counts how many tokens were not computed again. With a `device`, layers,
+    items and pages are there, and further pages on the host.
     """
-    trainer, loader, folder, step = run.trainer, run.loader, run.folder, run.steps[-1]
-    rank, half = trainer.program.communicators.rank, run.steps[0] + len(run.steps) // 2
-    run.due += [PART][rank:]
+    run.due += [PART][run.trainer.program.communicators.rank :]
     yield from exporting(run)
-    trained, tables = trainer.dense.evaluated, whole_tables(trainer.rows_of_ranks())
-    if rank:
-        return
+    trained, tables = run.trainer.dense.evaluated, whole_tables(run.trainer.rows_of_ranks())
+    if run.trainer.program.communicators.rank == 0:
+        with use_impl(run.job.target.impl if device else "auto"):
+            _serve(run, trained, tables, device)
+
+
+def cached_on_a_device(run: Run) -> Iterator[Sequence[Batch]]:
+    """As `cached`, on the device of the run, by the implementation of its ops."""
+    return cached(run, run.job.target.device)
+
+
+def _serve(run: Run, trained: Any, tables: HashTableCollection, device: str) -> None:
+    trainer, loader, folder, step = run.trainer, run.loader, run.folder, run.steps[-1]
+    half = run.steps[0] + len(run.steps) // 2
     server: type[CachedPredictor] = run.injected or CachedPredictor
     assert isinstance(loader, NextItemLoader) and isinstance(trained, NextItemModel)
     model, before, after = deepcopy(trained).cpu(), Path(folder, "before"), Path(folder, "export")
+
+    def loaded(path: Path) -> Predictor:
+        full = Predictor.load(path)
+        return DevicePredictor(full, device) if device else full
+
     export(Path(folder, "checkpoint"), before, model, step=half)
     history = next(iter(loader.evaluation_batches(USERS))).history
     events = [
@@ -54,9 +74,10 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
         for first, last in pairwise(history.offsets.tolist())
     ]
     draw, users, seen = Random(step), range(len(events)), [0] * len(events)
-    pages = PAGES * pages_of(model.config.max_seq_len)
-    served = server.load(before, model, memory="64MiB")
-    served = server.load(before, model, memory=pages * served.stats().page_bytes)
+    full, pages = loaded(before), PAGES * pages_of(model.config.max_seq_len)
+    page_bytes = server(full, model, "64MiB").stats().page_bytes
+    behind = BEHIND * pages_of(model.config.max_seq_len) * page_bytes if device else 0
+    served = server(full, model, pages * page_bytes, behind)
     want: list[Tensor] = []
     got: list[Tensor] = []
 
@@ -70,12 +91,11 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
         want.append(full.scores(ids, loader.catalogue, torch.cat(times)))
         got.append(served.scores(users, loader.catalogue))
 
-    full = Predictor.load(before)
     for user in users:
         append(user, draw.randint(1, 4))
     score(full, users[: PAGES - 1])
     served.reload(after)
-    full = Predictor.load(after)
+    full = loaded(after)
     score(full, users[: PAGES - 1])
     score(full, draw.sample(users, len(users)))
     for user in users:
@@ -84,11 +104,12 @@ def cached(run: Run) -> Iterator[Sequence[Batch]]:
             append(user, draw.randint(1, 9))
             score(full, [user, *draw.sample(users, 2)])
     score(full, users)
-    model = deepcopy(trained).cpu().eval()
+    model = deepcopy(trained).to(device or "cpu").eval()
     scores = next_item_scores(model, tables, loader.catalogue, trainer.config.precision)
-    want[-1] = scores(history)
+    want[-1] = scores(history).cpu()
     run.comparison.compare_part(step, PART, torch.cat(want), torch.cat(got))
-    run.counts["reused_tokens"] = served.stats().reused
+    stats = served.stats()
+    run.counts |= {"reused_tokens": stats.reused, "host_pages": stats.host_pages_used}
 
 
 add_variants(
@@ -110,6 +131,12 @@ add_variants(
             shows=("reused_tokens",),
             tool=cached,
         ),
+        "cached-device": Variant(
+            "an export of HSTU is served with cached keys and values in pages of a device, then of the host",
+            {"data": MADE},
+            shows=("reused_tokens", "host_pages"),
+            tool=cached_on_a_device,
+        ),
     },
     before=RESTART,
 )
@@ -128,6 +155,30 @@ class PageReusedEarly(CachedPredictor):
             pages._cached.move_to_end(user)
 
         pages.drop = lent  # type: ignore[method-assign]
+
+
+@fault(case(variant="cached-device", steps=8), of="tool")
+class DevicePageReusedEarly(CachedPredictor):
+    """What a user loses on a device is copied to the host after its pages went to another."""
+
+    def _use(self, *arguments: Any) -> None:
+        super()._use(*arguments)
+        pages, behind, taken = self._pages, self._pages.behind, self._pages.take
+        if behind is None:
+            return
+        lost: list[tuple[Hashable, Cached]] = []
+
+        def lose(user: Hashable) -> None:
+            lost.append((user, pages._cached[user]))
+            pages.drop(user)
+
+        def take(user: Hashable, tokens: int, spared: Collection[Hashable]) -> Cached:
+            while lost:
+                other, cached = lost.pop()
+                behind._write(behind.take(other, cached.known, ()), *pages._read(cached))
+            return taken(user, tokens, spared)
+
+        pages._evict, pages.take = lose, take  # type: ignore[method-assign]
 
 
 @fault(case(variant="cached", steps=8), of="tool")

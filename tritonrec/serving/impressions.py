@@ -1,4 +1,4 @@
-"""Requests for the clicks and conversions of items shown to users, of an exported GRM."""
+"""Batches for the clicks and conversions of items shown to users, of an exported GRM."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from ...data import ImpressionBatch, KeyedJaggedTensor, Lookup, Vocabulary
-from ...data.jagged import offsets_of
-from ..histories import array_of
-from .bodies import Sample
+from ..data import ImpressionBatch, KeyedJaggedTensor, Lookup, Vocabulary
+from ..data.jagged import offsets_of
+from .histories import array_of
 
 
 def impressions_of(
-    samples: Sequence[Sample], facts: Mapping[str, Any], words: Mapping[str, Vocabulary]
+    samples: Sequence[Any], facts: Mapping[str, Any], words: Mapping[str, Vocabulary]
 ) -> ImpressionBatch:
     """The batch of these samples; its labels are zeros.
 
     Args:
+        samples: with the fields of `server.bodies.Sample`.
         facts: of the dense model, in the export's manifest. words: vocabularies by feature.
 
     Raises ValueError naming a sample of other features or of more tokens than the model takes, and an
@@ -47,20 +47,17 @@ def impressions_of(
         features[name] = Lookup(array_of(of_name, f"feature {name!r}", words.get(name))[0])
     genres = None
     if facts["genres"]:
-        values = _integers([genre for event in events for genre in event.genres])
+        values = array_of([genre for event in events for genre in event.genres], "list of genres", None)[0]
         bags = Lookup(values, _offsets([len(event.genres) for event in events]))
         genres = KeyedJaggedTensor.from_dict({"genre": bags})
     return ImpressionBatch(
         0, torch.arange(len(samples), device="cpu"), KeyedJaggedTensor.from_dict(features),
-        _integers([event.action for event in history]), _integers([event.timestamp for event in events]),
+        array_of([event.action for event in history], "list of actions", None)[0],
+        array_of([event.timestamp for event in events], "list of timestamps", None)[0],
         torch.zeros(len(exposed), len(facts["tasks"]), dtype=torch.int64, device="cpu"), genres,
         tuple(facts["tasks"]),
     )  # fmt: skip
 
 
-def _integers(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
 def _offsets(lengths: Sequence[int]) -> torch.Tensor:
-    return offsets_of(_integers(lengths))
+    return offsets_of(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
