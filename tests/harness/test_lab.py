@@ -210,7 +210,9 @@ def test_a_trace_whose_edges_are_not_honoured_gives_no_figures(monkeypatch, viol
 
 def test_ratios_are_of_runs_of_one_round(plan):
     """The machine may be slower in another round, and the baseline is then, too."""
-    plain = Measurement(Figures(*([1.0] * len(fields(Figures)))), {}, "identical", 5, 2)
+    plain = Measurement(
+        Figures(*([1.0] * (len(fields(Figures)) - 1)), busy={"compute": 0.5}), {}, "identical", 5, 2
+    )
 
     def run(step):
         return replace(plain, figures=replace(plain.figures, step=step, mean_step=step))

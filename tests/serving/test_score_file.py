@@ -219,7 +219,7 @@ def test_a_source_that_changes_meanwhile_and_damaged_parts_are_named(models, tmp
     [
         ([[1], [2], [*range(LONGEST + 1)]], {}, ["--part", "1"], "row 2: history 0 has 13 items"),
         ([[1], [], [3]], {}, ["--batch", "1"], "row 1: history 0 has 0 items"),
-        ([[1], None], {}, [], "row 1: column 'history' has no history"),
+        ([[1], None], {}, [], "row 1: column 'history' has no list"),
         ([[1], [2, None]], {}, [], "row 1: ids of the history must all be int64, or all words, got None"),
         ([[1], [2]], {"c": [[3], None]}, ["--candidates", "c"], "row 1: column 'c' has no list"),
         ([[1]], {}, ["--history", "events"], "no column 'events'"),

@@ -21,6 +21,7 @@ from ...data import DynamicStream, Split, Stream
 from ...data.splits import Part
 from ...distributed import Communicators, check_ranks_agree
 from ...embedding.row_file import RowFile
+from ...files.places import place_of
 from ...host_memory import return_freed_memory
 from ...loggers import require_no_log
 from ...pipeline import Trainer
@@ -303,7 +304,9 @@ def _check_outputs(run: Run) -> None:
         raise ValueError("resuming needs the directory of a checkpoint")
     if run.spill:  # before hours of training
         RowFile(run.spilled().job.placement.path, 4).close()
-    if run.resume is True and not saved:  # and no folder is left where a name was wrong
+    # No folder is left where a name was wrong; in one that is there another run may be at work.
+    absent = run.checkpoint is not None and not place_of(run.checkpoint).exists()
+    if run.resume is True and not saved and (run.elastic or absent):
         raise ValueError(f"{run.checkpoint} holds no checkpoint to resume")
     if not run.resume:
         for log in log_files(run):
