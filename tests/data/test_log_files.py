@@ -3,6 +3,7 @@
 import gzip
 import os
 import threading
+import urllib.error
 
 import fsspec
 import pyarrow as pa
@@ -55,7 +56,7 @@ class Expired(fsspec.get_filesystem_class("memory")):
 
     @classmethod
     def _strip_protocol(cls, path):
-        return "/" + path.partition("://")[2].strip("/") if "://" in path else path
+        return super()._strip_protocol(path.replace("expired://", "memory://"))
 
     def info(self, path, **options):
         if self.ends == "info":
@@ -80,6 +81,15 @@ def test_an_error_of_a_store_s_own_kind_names_the_file(ends, monkeypatch):
     for read in (load, Vocabulary.load):
         with pytest.raises((OSError, ValueError), match=r"LookupError: token expired.*b/x.csv"):
             read("expired://b/x.csv")
+
+
+def test_an_error_whose_kind_has_other_arguments_names_the_file_too(monkeypatch):
+    error = urllib.error.HTTPError("http://x/y", 403, "Forbidden", None, None)  # an OSError
+    monkeypatch.setattr(Expired, "ends", "")
+    monkeypatch.setattr(Expired, "info", lambda *_, **__: (_ for _ in ()).throw(error))
+    fsspec.register_implementation("expired", Expired, clobber=True)
+    with pytest.raises(OSError, match=r"HTTP Error 403: Forbidden.*b/x.csv"):
+        load("expired://b/x.csv")
 
 
 def test_files_are_in_the_order_of_their_numbers_and_brackets_are_letters(tmp_path):

@@ -361,6 +361,21 @@ def test_a_rate_of_a_scheduler_that_makes_nan_is_named(mode, error, rate):
         list(training.run(batches(3)))
 
 
+def test_a_rate_that_a_scheduler_of_torch_ends_a_rounding_below_zero_is_taken():
+    def of():
+        own = made("momentum")
+        scheduler = schedulers.LinearLR(own[0][2], 1 / 3, 0.0, 4)
+        return own[0], {"scheduler": scheduler}
+
+    first, second = of(), of()
+    with trainer(first) as training:
+        list(training.run(batches(5)))
+        state = training.dense.state_dict()
+    assert -1e-12 < first[0][2].param_groups[0]["lr"] < 0
+    with trainer(second) as training:
+        training.dense.load_state_dict(state)
+
+
 class NeedsAClosure(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)

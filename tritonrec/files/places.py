@@ -244,7 +244,9 @@ def _store_errors(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise FileNotFoundError(2, os.strerror(2), url) from error
     except OSError as error:
-        raise type(error)(error.errno or 5, str(error), url) from error
+        # a library's own kind may be made of other arguments, as urllib's HTTPError
+        kind = next(each for each in type(error).__mro__ if each.__module__ == "builtins")
+        raise kind(error.errno or 5, str(error), url) from error
     except Exception as error:
         raise OSError(5, f"{type(error).__name__}: {error}", url) from error
 

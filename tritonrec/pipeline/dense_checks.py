@@ -23,6 +23,8 @@ from ..kernels.dispatch import on_host
 
 T = TypeVar("T")
 NUMBERS_OF_GROUPS = {"lr", "weight_decay", "eps", "betas", "momentum", "alpha", "rho"}
+LEAST = -1e-12
+"""Of a number that must not be below 0: torch's `LinearLR` to 0 ends a rounding below it."""
 PARAMETER_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 """torch does not list them in public."""
 LONG = 32_768
@@ -180,7 +182,7 @@ def validate_numbers(optimizers: Sequence[Optimizer]) -> None:
                     if isinstance(each, torch.Tensor) and not (on_host(each) and each.numel() == 1):
                         continue
                     if isinstance(each, (int, float, torch.Tensor)):
-                        least, most = 0 <= each < math.inf, name != "betas" or each < 1
+                        least, most = LEAST <= each < math.inf, name != "betas" or each < 1
                         if least and most:
                             continue
                     elif not isinstance(each, str):  # None, or a function of an optimizer's own

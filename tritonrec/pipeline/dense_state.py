@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..embedding.state_check import check_values
-from .dense_checks import validate_shapes
+from .dense_checks import LEAST, validate_shapes
 from .precision import validate_scaler
 
 SHAPED = {
@@ -114,7 +114,7 @@ def _fits(given: Any, own: Any) -> bool:
         return not isinstance(given, str)
     if not isinstance(own, NUMBERS):
         return True
-    return _is_number(given) and bool(given == own or (_is_finite(given) and (own < 0 or given >= 0)))
+    return _is_number(given) and bool(given == own or (_is_finite(given) and (own < 0 or given >= LEAST)))
 
 
 def _is_setting(own: Any) -> bool:
@@ -142,7 +142,7 @@ def _validate_scheduler(given: Any, own: Any, where: str) -> None:
             if counts and not _is_count(given[name], -1):
                 raise ValueError(f"{name} of {where} is {str(given[name])[:40]!r}")
             rates = given[name] if name in ("base_lrs", "_last_lr") and isinstance(given[name], list) else ()
-            if wrong := [each for each in rates if not _is_finite(each) or each < 0]:
+            if wrong := [each for each in rates if not _is_finite(each) or each < LEAST]:
                 raise ValueError(f"{name} of {where} has the rate {str(wrong[0])[:40]!r}")
             _validate_scheduler(given[name], own[name], f"{name} of {where}")
     elif isinstance(own, list) and isinstance(given, list):
