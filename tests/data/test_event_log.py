@@ -260,7 +260,8 @@ BAD = {
             ("days since 1970: multiply by 86400", 19000, 19790), ("days since", 7305, 73050),
             ("hours since 1970: multiply by 3600", 438000, 471966), ("minutes since 1970", 26280000, 28279980),
             ("dates of the format %Y: say time_format=%Y", 2000, 2019), ("dates of the format %Y%m:", 201901, 201912),
-            ("dates of the format %y%m%d", 190131, 200101), ("dates of the format %Y%m%d%H", 2019013112, 2020010100),
+            ("dates of the format %y%m%d:", 190131, 200101), ("dates of the format %Y%m%d%H", 2019013112, 2020010100),
+            ("dates of the format %y%m%d%H", 14102100, 14103023),
         ]
     },
     **{

@@ -260,7 +260,7 @@ def _is_written(time: int, format: str) -> bool:
 
 def _look(low: int, high: int) -> str:
     """What times between `low` and `high` look like rather than seconds, with what to do, or nothing."""
-    for format in ("%Y%m%d%H", "%Y%m%d", "%Y%m", "%y%m%d", "%Y"):
+    for format in ("%Y%m%d%H", "%Y%m%d", "%Y%m", "%y%m%d%H", "%y%m%d", "%Y"):
         if _is_written(low, format) and _is_written(high, format):
             return f"dates of the format {format}: say time_format={format}"
     for name, per_day in (("days", 1), ("hours", 24), ("minutes", 1440)):

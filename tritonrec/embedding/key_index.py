@@ -25,7 +25,7 @@ import torch
 from ..host_memory import return_freed_memory
 from ..kernels import murmur
 from ..kernels.hash_table import numba_hash_table as kernels
-from .index_file import IndexFile
+from .index_file import LANES, STRETCH, IndexFile
 from .pools import MAX_ROWS, IndexPool
 
 LOAD_FACTOR = 0.75
@@ -275,11 +275,12 @@ class _Structure:
         """Move the keys of the next `slots` slots to `target`."""
         stop = min(self.done + slots, self.slots)
         if isinstance(target, IndexFile):
-            rows = self.rows[self.done : stop]
-            kept = rows >= 0
-            target.put(self.keys[self.done : stop][kept], rows[kept].astype(np.int64))
-            rows[kept] = -2  # a tombstone
-            self.done = stop
+            while self.done < stop:
+                at = slice(self.done, min(self.done + LANES * STRETCH, stop))
+                kept = self.rows[at] >= 0
+                target.put(self.keys[at][kept], self.rows[at][kept].astype(np.int64))
+                self.rows[at][kept] = -2  # a tombstone
+                self.done = at.stop
             return
         target.tombstones -= kernels.hash_move(
             self.keys, self.rows, self.done, stop, target.keys, target.rows
