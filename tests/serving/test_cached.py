@@ -127,6 +127,7 @@ class Served:
         if events:
             at %= len(events)
             events[at] = ((events[at][0] + 1) % 90, events[at][1] + int(self.draw.integers(0, 2)) * 77)
+            self.now = max(self.now, events[at][1])  # an append before it is refused
         self.cached.replace(user, [item for item, _ in events], [time for _, time in events])
 
     def cut(self, user, left):
