@@ -240,10 +240,11 @@ def test_tables_that_an_eviction_bounds_are_on_a_gpu_while_half_of_its_memory_ho
     ]
     with pretended() as gpu, without_kernels(gpu):
         found = {}
-        for placement in (Placement(device="cuda"), Placement("cached", device="cuda"), None):
+        sized = Placement(device="cuda", cache_rows=64)
+        for placement in (Placement(device="cuda"), Placement("cached", device="cuda"), sized, None):
             made = HashTableCollection(features, RowOptimizer("sgd"), chunk_rows=8, placement=placement)
             found[placement] = [group.table.placement.chosen().storage for group in made.groups]
-    assert list(found.values()) == [storages, ["cached"] * 3, ["host"] * 3]
+    assert list(found.values()) == [storages, ["cached"] * 3, ["cached"] * 3, ["host"] * 3]
 
 
 def test_merged_tables_are_on_a_gpu_together(monkeypatch):

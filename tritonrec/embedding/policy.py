@@ -202,6 +202,8 @@ class DeviceRoom:
         rows = policy.eviction.rows_of(row_width) if policy.eviction else None
         if rows is None or placement.storage != "auto" or placement.chosen().storage == "host":
             return placement
+        if placement.cache_rows != Placement().cache_rows:  # who sizes a cache has one
+            return placement
         device = usable_device(placement.device)
         left = self._left.setdefault(device, int(DEVICE_SHARE * torch.accelerator.get_memory_info(device)[0]))
         size = members * rows * (4 * row_width + ROW_BYTES)
