@@ -374,7 +374,8 @@ def _segment_sum(dim):
     everything = torch.zeros_like(segments)
     run(ops.segment_sum, values, everything, 1)
     run(ops.segment_sum, values, everything, 1, consistency="batch")
-    if dim == 50:  # sums of parts
+    run(ops.segment_sum, values[:8], segments[:8], size, consistency="batch")  # of more sums than rows
+    if dim == 50:  # sums of parts, where nothing is added atomically
         many, keys_of_many = ones(3 * size, dim), keys(3 * size) // 200
         run(ops.segment_sum, many, keys_of_many, size, consistency="batch")
         run(ops.segment_sum, many, torch.zeros_like(keys_of_many), 1, consistency="batch")

@@ -40,6 +40,7 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "unique.triton_unique": {"BLOCK": (128, 256, 512), "NUM_WARPS": (1, 2, 4, 8)},
     "rows.triton_rows": {"BLOCK_ROWS": (4, 8, 16, 32), "NUM_WARPS": (2, 4, 8)},
     "rows.triton_segment_sum": {"NUM_WARPS": (1, 2, 4)},
+    "rows.triton_unsorted_sum": {"ROWS": (8, 16, 32), "NUM_WARPS": (1, 2, 4)},
     "packed_rows.triton_packed_rows": {"BLOCK_ROWS": (4, 8, 16), "NUM_WARPS": (2, 4, 8)},
     "sparse_optimizers.triton_sparse_optimizers": {"ELEMENTS": (512, 1024, 2048), "NUM_WARPS": (2, 4, 8)},
     "philox.triton_philox": {"COUNTERS": (128, 256, 512), "NUM_WARPS": (2, 4, 8)},

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from impls import TRITON
 
-from tritonrec.kernels import murmur
+from tritonrec.kernels import dispatch, murmur
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +30,12 @@ def threads_one_and_two():
 
     yield run
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["cpu", TRITON, pytest.param("sorted", marks=TRITON.marks)])
+def exact_impl(request, monkeypatch):
+    """An implementation of exact sums; "sorted": Triton's, of a device that adds no int64 atomically."""
+    if request.param == "sorted":
+        monkeypatch.setattr(dispatch, "has_int64_atomics", lambda tensor: False)
+        return "triton"
+    return request.param

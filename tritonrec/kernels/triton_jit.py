@@ -19,7 +19,7 @@ OF_THE_BATCH = {
     "num_keys", "num_table_keys", "num_slots", "num_groups", "num_rows", "full_rows", "low_rows", "rows",
     "rows_of_share", "length", "entries", "tokens", "tokens_of_share", "samples", "samples_of_share",
     "num_sequences", "num_tiles", "num_segments", "num_parts", "num_others", "num_moves", "num_blocks",
-    "num_free", "first_row", "seed", "tag", "secret", "step",
+    "num_free", "num_bounds", "num_looked", "first_row", "seed", "tag", "secret", "step",
 }  # fmt: skip
 """Parameters of kernels that differ from call to call of one model, or as its tables grow."""
 

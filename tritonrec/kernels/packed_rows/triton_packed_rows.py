@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, any_of, is_far
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, any_of, is_far
 from tritonrec.kernels.packed_rows.op import report_packed_sum
 from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
@@ -134,7 +134,10 @@ def _add_kernel(
     out_stride, num_segments, num_parts, dim, ATOMIC: tl.constexpr, PART: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps."""
+    """out[segment] += the unpacked rows of pieces, as `segment_sum_kernel`; the first position that wraps.
+
+    ATOMIC: the pieces of a segment of several are added atomically, and any may see their sum leave int64.
+    """
     column = tl.program_id(1).to(tl.int64) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     inside = column < dim
     worst = tl.full((), NONE, tl.int64)
@@ -172,10 +175,11 @@ def _add_kernel(
                 fits = ((bits & 0x7FFFFFFF) < TOO_BIG) | (bits == LEAST)
                 total, bad = sum_after(total, term, fits, bad, row * dim + column)
             worst = tl.minimum(worst, tl.min(bad, axis=0))
-        worst = put_sum(
-            to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
-            ATOMIC,
-        )  # fmt: skip
+        put_sum(to, parts_ptr, total, owned, piece, num_parts, column, dim)
+        if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
+            if (begin < end) & (whole == 0):
+                row = tl.load(order_ptr + begin)
+                worst = tl.minimum(worst, add_atomically(to, total, row * dim + column, inside))
     tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 
 

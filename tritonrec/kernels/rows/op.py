@@ -146,8 +146,8 @@ def segment_sum(
         occurrences in their order.
     Raises:
         ExactSumError: consistency "batch": a value is not finite or too large, or a sum leaves int64. `out`
-            then holds a part of the sum and has to be discarded. Triton adds up a segment of more than 128
-            rows in parts, in any order: where their sum leaves int64, it names the first row of one.
+            then holds a part of the sum and has to be discarded. A device without int64 atomics adds up more
+            than 128 rows of a segment in parts: where their sum leaves int64, it names the first row of one.
         IndexError: a segment outside [0, num_segments), or a source outside [0, N); nothing was added.
         ValueError: an argument of another shape, dtype or range; `out` or `status` shares memory with
             another argument.

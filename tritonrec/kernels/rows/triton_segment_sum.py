@@ -2,7 +2,9 @@
 
 A float sum is the left fold in order of occurrence that the CPU computes: one program walks a whole segment,
 and a very hot key bounds the time, since that order is part of the bits. Integers have one sum in any
-grouping, so no program of an exact sum walks more than `PART` rows, whatever the keys. With PART = 4::
+grouping: where a device adds them atomically, none is sorted (`triton_unsorted_sum`). A device without
+int64 atomics (Ascend) sorts for them too, and no program walks more than `PART` rows, whatever the keys.
+With PART = 4::
 
     sorted keys   2 2 2 7 7 7 7 7 7 7 7 7 7 7 9
     parts         0       | 1     | 2     | 3       of PART rows each
@@ -10,10 +12,8 @@ grouping, so no program of an exact sum walks more than `PART` rows, whatever th
     the others                  d d d d e e e       a program for each part: what a segment has beyond them
 
 A segment of at most PART rows is never cut: an overflow is met at the occurrence where the CPU meets it. The
-pieces of a longer one are added to `out` atomically, so where their sum leaves int64, any of them may see
-it, and the position is that of its first row. A device without int64 atomics (Ascend) writes the sums of
-parts (here 0, 0, d and e), which are sorted as their rows are, and the next launch adds them in the same way,
-until there is one part; where they leave int64, the position is that of the first row of a part.
+sums of parts (here 0, 0, d and e) are written, sorted as their rows are, and the next launch adds them in the
+same way, until there is one part; where they leave int64, the position is that of the first row of a part.
 
 Programs stride over pieces to stay below Ascend's 65,535 grid entries. Where there is only one segment, as in
 a bias's gradient, nothing is sorted.
@@ -29,10 +29,10 @@ import triton.language as tl
 
 from tritonrec.kernels import dispatch
 from tritonrec.kernels.fixed_point.errors import late_error, report_sum
-from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, add_atomically, any_of, is_far, near
+from tritonrec.kernels.fixed_point.triton_fixed_point import NONE, any_of, is_far, near
 from tritonrec.kernels.padding import padding, report
-from tritonrec.kernels.races import declared
 from tritonrec.kernels.row_layout import contiguous_rows
+from tritonrec.kernels.rows.triton_unsorted_sum import add_unsorted
 from tritonrec.kernels.rows.triton_walks import add_rows, add_rows_checked, fold_rows
 from tritonrec.kernels.triton_jit import jit_kernel
 from tritonrec.kernels.triton_padding import num_valid
@@ -96,43 +96,30 @@ def sum_before(out_ptr, mine, column, dim):
 
 
 @triton.jit
-def put_sum(
-    out_ptr, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
-    ATOMIC: tl.constexpr,
-):  # fmt: skip
-    """`worst`, after a piece's sum was stored, added atomically (ATOMIC) or written to `parts`."""
-    inside = column < dim
+def put_sum(out_ptr, parts_ptr, total, owned, piece, num_parts, column, dim):
+    """Store a piece's sum; those of all pieces but a segment's first are written to `parts`, if given."""
     # several threads may load one element where columns are few: none may load it changed
     tl.debug_barrier()
     tl.store(out_ptr, total, mask=owned)
-    if ATOMIC:  # noqa: SIM102 (known when Triton compiles, and the other one is not)
-        if (begin < end) & (whole == 0):
-            if order_ptr is None:
-                occurrence = begin
-            else:
-                occurrence = tl.load(order_ptr + begin)
-            worst = tl.minimum(worst, add_atomically(out_ptr, total, occurrence * dim + column, inside))
     if parts_ptr is not None:
-        tl.store(parts_ptr + piece * dim + column, total, mask=inside & (column * 0 + piece < num_parts))
-    return worst
+        tl.store(
+            parts_ptr + piece * dim + column, total, mask=(column < dim) & (column * 0 + piece < num_parts)
+        )
 
 
-# which program sees a sum leave int64 depends on who comes first; without such a sum nothing varies
-@declared(varies=("bad_ptr",))
 @jit_kernel
 def segment_sum_kernel(
     out_ptr, parts_ptr, values_ptr, source_ptr, factors_ptr, keys_ptr, order_ptr, starts_ptr, bad_ptr,
     out_stride, value_stride, num_segments, num_parts, num_others, num_rows, count_ptr, scale, dim, unit,
-    limit, near, GROUP: tl.constexpr, ADD: tl.constexpr, ATOMIC: tl.constexpr, PART: tl.constexpr,
-    UPPER: tl.constexpr, BLOCK_D: tl.constexpr,
+    limit, near, GROUP: tl.constexpr, ADD: tl.constexpr, PART: tl.constexpr, UPPER: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[segment] += values[order[i]] for the rows i of a piece (`piece_of`), in order.
 
-    ATOMIC: the pieces of a segment of several are added atomically. With `parts` the sums of all pieces but
-    a segment's first are written there. Without `order` there is one segment, and a piece is a part or all
-    rows. UPPER: row i is a sum of `scale` occurrences, from i * scale on. Floats are not cut: a piece is a
-    segment. With `source` the value of occurrence i is values[source[i]]; with `factors` it is
-    factors[i] * values[i // GROUP], a product that is in no memory.
+    With `parts` the sums of all pieces but a segment's first are written there. Without `order` there is one
+    segment, and a piece is a part or all rows. UPPER: row i is a sum of `scale` occurrences, from i * scale
+    on. Floats are not cut: a piece is a segment. With `source` the value of occurrence i is
+    values[source[i]]; with `factors` it is factors[i] * values[i // GROUP], a product that is in no memory.
     """
     column = tl.program_id(1).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = column < dim
@@ -143,24 +130,18 @@ def segment_sum_kernel(
             segment = first * 0
             begin = piece * PART
             end = num_valid(num_rows, count_ptr)
-            whole = piece >= num_parts
-            if ATOMIC:
-                end = tl.minimum(begin + PART, end)
             if parts_ptr is not None:
                 end = tl.minimum(begin + PART, end)
         elif ADD == "floats":
             segment = piece
             begin = tl.load(starts_ptr + segment)
             end = tl.load(starts_ptr + segment + 1)
-            whole = piece >= num_parts
         else:
-            segment, begin, end, whole = piece_of(
+            segment, begin, end, _whole = piece_of(
                 piece, num_parts, keys_ptr, starts_ptr, num_segments, scale, PART, UPPER
             )
         to = out_ptr + segment * out_stride + column
         mine = (piece >= num_parts) & (begin < end)
-        if ATOMIC:
-            mine = mine & whole
         total, owned = sum_before(to, mine, column, dim)
         if ADD == "floats":
             # the sort is stable, so rows come in order of occurrence and the left fold is the CPU's
@@ -183,10 +164,7 @@ def segment_sum_kernel(
                     column, inside, unit, limit, dim, ADD, GROUP, UPPER,
                 )  # fmt: skip
                 worst = tl.minimum(worst, bad)
-        worst = put_sum(
-            to, parts_ptr, order_ptr, total, owned, piece, num_parts, begin, end, whole, column, dim, worst,
-            ATOMIC,
-        )  # fmt: skip
+        put_sum(to, parts_ptr, total, owned, piece, num_parts, column, dim)
     if ADD != "floats":
         tl.store(bad_ptr + first * tl.num_programs(1) + tl.program_id(1), worst)
 
@@ -227,6 +205,9 @@ def _add(out, values, source, factors, segments, consistency, fraction_bits, cou
         add = "floats"
     else:
         add = "terms" if values.dtype == torch.int64 else "rounded"
+    few = num_segments == 1 and len(segments) <= PART  # a piece, which needs one launch
+    if add != "floats" and dispatch.has_int64_atomics(out) and not few:
+        return add_unsorted(out, values, source, factors, segments.contiguous(), fraction_bits, count)
     # (unit of the rounding, limit of a value, bound below which PART values need no check)
     fixed_point = 2.0**fraction_bits, 2.0 ** (62 - fraction_bits), near(fraction_bits, PART)
     # A single segment needs no sort: its rows are in order as they are.
@@ -295,8 +276,7 @@ def _launch(
     segment_sum_kernel[grid](
         out, parts, values, source, factors, keys, order, starts, bad, *sizes, count, scale, dim,
         *fixed_point, GROUP=1 if factors is None else rows // len(values), ADD=add,
-        ATOMIC=num_parts > 0 and parts is None, PART=PART, UPPER=scale > 1, BLOCK_D=block,
-        num_warps=NUM_WARPS, enable_fp_fusion=False,
+        PART=PART, UPPER=scale > 1, BLOCK_D=block, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return bad
 
