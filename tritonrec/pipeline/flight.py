@@ -98,7 +98,7 @@ class Flight:
         self.under_way = False
         self.early = EarlyDense()
         self.calls = threading.RLock()  # a lane holds it while it calls the model
-        self.called = 0  # how often lanes have, in this flight
+        self.called = self.returned = 0  # how often lanes have, and how often that ended, in this flight
         self._compilation = Compilation(dense.model, bits)
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
@@ -122,7 +122,7 @@ class Flight:
         if self.under_way:
             return
         self._validate()
-        self.called = 0
+        self.called = self.returned = 0
         # Each guard that has begun is ended again where a later one refuses; `end` closes all of them.
         with ExitStack() as inside:
             groups = [_groups.setdefault(each, InFlight("the ranks' groups")) for each in self._groups]
@@ -231,6 +231,7 @@ class Flight:
             raise
         # The model's own writes are not the caller's.
         self._written = versions(each for _, each in self._buffers)
+        self.returned = self.called
 
     def reads_indexed_rows(self, impls: Collection[str]) -> bool:
         """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`).

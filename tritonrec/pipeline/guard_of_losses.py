@@ -80,7 +80,7 @@ class LossGuard:
         # differs between the two.
         trained = min(parts[0].num_samples, len(order) - 1)
         model, bits = self._guard.model, self._guard.config.fraction_bits
-        with without_traces(model):
+        with without_traces(model), self._guard.unchanged_buffers("window_loss"):
             for cut in ([len(order)], [1, trained, len(order) - 1 - trained]):
                 accumulator = GradientAccumulator(model, bits)
                 totals, calls = {name: torch.zeros_like(each) for name, each in sums.items()}, []
