@@ -89,6 +89,10 @@ def test_a_rank_is_known_by_its_launchers_variables(given):
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "many"}, "SLURM_NTASKS='many' must be"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set and PMIX_SIZE is not"),
+        ({"PALS_RANKID": "1"}, "PALS_RANKID=1 is set and PMI_SIZE is not"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2 is set and PMI_RANK is not, so this process's rank is unknown"),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "1"}, "LOCAL_RANK=1 is set and RANK is not, so this process's"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2 is set and SLURM_PROCID is not"),
         (OPEN_MPI, "Open MPI started rank 2 of 4, and its variables do not say where rank 0 is: set MASTER_"),
         ({**SLURM, "SLURM_NODELIST": "[", "SLURM_NNODES": "2"}, "names none"),
     ],
@@ -98,7 +102,9 @@ def test_variables_that_do_not_fit_together_are_one_error(given, message):
         settle(dict(given))
 
 
-@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "4"}, {"PMI_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "given", [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "4"}, {"PMI_SIZE": "1"}, {"LOCAL_RANK": "0"}]
+)
 def test_a_process_that_was_started_alone_is_alone(given):
     assert settle(given)[:2] == (0, 1) and "RANK" not in given
 
