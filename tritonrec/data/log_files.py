@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
 """Ends of the names of compressed files."""
+NO_FILE = "no file, but a link to nothing, a pipe, a device or a folder"
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,14 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         return bool(wild) or not patterns or any(_is(file, each) for each in patterns)
 
     files = [info.path for info in found if info.type == FileType.File and is_due(info.path)]
-    for folder, _folders, names in os.walk(base or "/") if isinstance(fs, LocalFileSystem) else ():
+    ends = {os.path.splitext(file)[1] for file in files} - {""}
+    for folder, folders, names in os.walk(base or "/") if isinstance(fs, LocalFileSystem) else ():
+        if not folders and not names and os.path.splitext(folder)[1] in ends and is_due(folder):
+            raise ValueError(f"{folder}: an empty folder with the name of a file")
         for path_there in (os.path.join(folder, name) for name in names):
             if is_due(path_there) and os.path.lexists(path_there) and not os.path.isfile(path_there):
                 # a part would be missing in silence
-                raise ValueError(f"{path_there}: no file, but a link to nothing, a pipe or a device")
+                raise ValueError(f"{path_there}: {NO_FILE}")
     if patterns and not wild:
         files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])
         if not files:
@@ -96,6 +100,19 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         raise ValueError(f"{path}: the dataset holds no {kind}")
     _check_once(files, isinstance(fs, LocalFileSystem))
     return LogFiles(path, fs, base, sorted(files, key=natural_order), not wild)
+
+
+def is_there(filesystem: pafs.FileSystem, file: str) -> bool:
+    """Whether a file is there; ValueError where what has its name is none, but a folder, a pipe or a link to
+    nothing.
+    """
+    from pyarrow.fs import FileType, LocalFileSystem
+
+    found = filesystem.get_file_info(file).type
+    link = isinstance(filesystem, LocalFileSystem) and os.path.lexists(file)
+    if found != FileType.File and (found != FileType.NotFound or link):
+        raise ValueError(f"{file}: {NO_FILE}")
+    return found == FileType.File
 
 
 def _check_once(files: Sequence[str], is_local: bool) -> None:
