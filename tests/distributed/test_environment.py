@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tritonrec.distributed import Watch, from_environment, join
+from tritonrec.distributed import RankDiedError, Watch, from_environment, join
 from tritonrec.distributed.environment import LAUNCHERS, Here, check_address, first_machine, rank_here, settle
 from tritonrec.distributed.stores import serve_store
 from tritonrec.harness.cli import app
@@ -185,6 +185,23 @@ def test_a_look_up_without_an_answer_has_a_limit(monkeypatch):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.if_changed
+def test_rank_0_that_never_listens_is_named_in_time_and_no_thread_stays(alone):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }.items():
+        alone.setenv(name, str(value))
+    before = threading.enumerate()
+    with pytest.raises(RankDiedError, match=rf"rank 0 did not answer at 127.0.0.1:{port} .*: nobody listens"):
+        from_environment(timedelta(seconds=1)).__enter__()
+    assert {*threading.enumerate()} <= {*before}
+
+
 def test_a_port_in_use_is_said_before_any_wait(alone):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -262,7 +279,7 @@ def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address):
     alone.setattr(join, "serve_store", lambda *given: given)
     alone.setattr(join, "loopback_interface", lambda: "lo")
     alone.setattr(join, "_come", lambda *given: None)
-    alone.setattr(join.dist, "TCPStore", lambda *given, **rest: given)
+    alone.setattr(join, "connect_to", lambda *given: given)
     alone.setattr(join.dist, "PrefixStore", lambda name, store: names.append(name) or store)
     alone.setattr(join, "Watch", lambda *given, **rest: Watch(None, 0, 2, timedelta(seconds=5)))
     alone.setattr(
