@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.fs import LocalFileSystem
 
-from tritonrec.data import LogFormat, Vocabulary, load, text_tables
+from tritonrec.data import LogFormat, Vocabulary, load, log_files, text_tables
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import with_query
 from tritonrec.data.sequences import read_catalogue
@@ -151,6 +151,26 @@ def test_a_pipe_or_a_link_to_nothing_is_no_file_of_a_log(tmp_path, make):
         with pytest.raises(ValueError, match=r"b\.csv: no file, but a link to nothing, a pipe, a dev"):
             load(source)
     assert len(load(f"{tmp_path}/a*.csv")) == 1
+
+
+def test_settings_of_a_store_behind_a_url_are_no_wildcard(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        log_files, "filesystem_at", lambda url: (seen.append(url), (LocalFileSystem(), "b"))[1]
+    )
+    options = "?endpoint_override=127.0.0.1:9&scheme=http"
+    assert log_files.filesystem_of(f"s3://b/*.csv{options}")[1] == "b/*.csv"
+    assert log_files.filesystem_of("s3://b/d?/x.csv")[1] == "b/d?/x.csv"
+    assert seen == [f"s3://b{options}", "s3://b"]
+
+
+def test_a_store_that_fails_is_named(monkeypatch):
+    def fails(place):
+        raise OSError("no route to the store")
+
+    monkeypatch.setattr(log_files, "filesystem_of", lambda *_: (SimpleNamespace(get_file_info=fails), "b/x"))
+    with pytest.raises(OSError, match=r"^gs://b/x\.csv: no route to the store$"):
+        files_at("gs://b/x.csv")
 
 
 def test_an_empty_folder_with_the_name_of_a_part_is_no_part(tmp_path):

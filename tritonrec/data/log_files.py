@@ -9,6 +9,7 @@ that it matches is all its files. What exists is that file or folder, also where
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -73,6 +74,10 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         found = fs.get_file_info(FileSelector(base or "/", recursive=True))
     except pa.ArrowException as error:
         raise ValueError(f"{path}: {error}") from error
+    except OSError as error:  # a store's own, which names no place
+        if str(path) in str(error):
+            raise
+        raise OSError(f"{path}: {error}") from error
 
     def is_due(file: str) -> bool:
         below = below_folder(base, file).split("/")
@@ -157,8 +162,10 @@ def filesystem_of(path: str | Path, filesystem: Any = None) -> tuple[pafs.FileSy
         # A glob in the working directory has no folder before it, and a colon would be that of a URL.
         is_bare = not set(str(local).partition("/")[0]).isdisjoint("*?[:")
         return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
-    base, wild = without_wildcards(str(local))
-    found, place = filesystem_at(base)
+    # The store's settings (``?endpoint_override=...``) are no wildcard.
+    url, query = re.fullmatch(r"(.*?)(\?\w+=[^?]*)?", str(local), re.DOTALL).groups("")  # type: ignore[union-attr]
+    base, wild = without_wildcards(url)
+    found, place = filesystem_at(base + query)
     if not isinstance(found, pafs.FileSystem):
         found = pafs.PyFileSystem(pafs.FSSpecHandler(NamedErrors(found)))
     return found, "/".join([place.rstrip("/"), *wild])
