@@ -4,6 +4,7 @@ import gzip
 import os
 import threading
 import urllib.error
+from types import SimpleNamespace
 
 import fsspec
 import pyarrow as pa
@@ -11,10 +12,12 @@ import pyarrow.csv as pa_csv
 import pyarrow.dataset as pa_dataset
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.fs import LocalFileSystem
 
-from tritonrec.data import LogFormat, Vocabulary, load, text_tables
+from tritonrec.data import LogFormat, Vocabulary, load, log_files, text_tables
 from tritonrec.data.log_files import files_at
 from tritonrec.data.log_format import with_query
+from tritonrec.data.sequences import read_catalogue
 
 STEP = LogFormat(time_unit="step")
 
@@ -145,9 +148,49 @@ def test_a_pipe_or_a_link_to_nothing_is_no_file_of_a_log(tmp_path, make):
         load(tmp_path / "b.csv")
     (tmp_path / "a.csv").write_text("user,item,time\n3,2,4\n")
     for source in (tmp_path, f"{tmp_path}/*.csv"):
-        with pytest.raises(ValueError, match=r"b\.csv: no file, but a link to nothing, a pipe or a dev"):
+        with pytest.raises(ValueError, match=r"b\.csv: no file, but a link to nothing, a pipe, a dev"):
             load(source)
     assert len(load(f"{tmp_path}/a*.csv")) == 1
+
+
+def test_settings_of_a_store_behind_a_url_are_no_wildcard(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        log_files, "filesystem_at", lambda url: (seen.append(url), (LocalFileSystem(), "b"))[1]
+    )
+    options = "?endpoint_override=127.0.0.1:9&scheme=http"
+    assert log_files.filesystem_of(f"s3://b/*.csv{options}")[1] == "b/*.csv"
+    assert log_files.filesystem_of("s3://b/d?/x.csv")[1] == "b/d?/x.csv"
+    assert seen == [f"s3://b{options}", "s3://b"]
+
+
+def test_a_store_that_fails_is_named(monkeypatch):
+    def fails(place):
+        raise OSError("no route to the store")
+
+    monkeypatch.setattr(log_files, "filesystem_of", lambda *_: (SimpleNamespace(get_file_info=fails), "b/x"))
+    with pytest.raises(OSError, match=r"^gs://b/x\.csv: no route to the store$"):
+        files_at("gs://b/x.csv")
+
+
+def test_an_empty_folder_with_the_name_of_a_part_is_no_part(tmp_path):
+    (tmp_path / "a.csv").write_text("user,item,time\n3,2,4\n")
+    (tmp_path / "empty").mkdir()
+    assert len(load(tmp_path)) == 1
+    (tmp_path / "b.csv").mkdir()
+    with pytest.raises(ValueError, match=r"b\.csv: an empty folder with the name of a file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("gone")])
+def test_what_is_beside_a_log_is_a_file(tmp_path, make):
+    pq.write_table(pa.table({"user": [1], "item": [2], "timestamp": [5]}), tmp_path / "a.parquet")
+    make(tmp_path / "_items.parquet")
+    with pytest.raises(ValueError, match=r"_items\.parquet: no file, but a link to nothing, a pipe"):
+        load(tmp_path)
+    make(tmp_path / "_catalogue.parquet")
+    with pytest.raises(ValueError, match=r"_catalogue\.parquet: no file, but a link to nothing, a pipe"):
+        read_catalogue(SimpleNamespace(root=str(tmp_path), filesystem=LocalFileSystem()))
 
 
 def test_a_file_and_its_packed_one_are_no_two_files(tmp_path):

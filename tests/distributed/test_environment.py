@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tritonrec.distributed import Watch, from_environment, join
+from tritonrec.distributed import RankDiedError, Watch, from_environment, join
 from tritonrec.distributed.environment import LAUNCHERS, Here, check_address, first_machine, rank_here, settle
 from tritonrec.distributed.stores import serve_store
 from tritonrec.harness.cli import app
@@ -89,6 +89,10 @@ def test_a_rank_is_known_by_its_launchers_variables(given):
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "many"}, "SLURM_NTASKS='many' must be"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is set and PMIX_SIZE is not"),
+        ({"PALS_RANKID": "1"}, "PALS_RANKID=1 is set and PMI_SIZE is not"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE=2 is set and PMI_RANK is not, so this process's rank is unknown"),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "1"}, "LOCAL_RANK=1 is set and RANK is not, so this process's"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS=2 is set and SLURM_PROCID is not"),
         (OPEN_MPI, "Open MPI started rank 2 of 4, and its variables do not say where rank 0 is: set MASTER_"),
         ({**SLURM, "SLURM_NODELIST": "[", "SLURM_NNODES": "2"}, "names none"),
     ],
@@ -98,7 +102,9 @@ def test_variables_that_do_not_fit_together_are_one_error(given, message):
         settle(dict(given))
 
 
-@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "4"}, {"PMI_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "given", [{}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "4"}, {"PMI_SIZE": "1"}, {"LOCAL_RANK": "0"}]
+)
 def test_a_process_that_was_started_alone_is_alone(given):
     assert settle(given)[:2] == (0, 1) and "RANK" not in given
 
@@ -179,6 +185,23 @@ def test_a_look_up_without_an_answer_has_a_limit(monkeypatch):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.if_changed
+def test_rank_0_that_never_listens_is_named_in_time_and_no_thread_stays(alone):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }.items():
+        alone.setenv(name, str(value))
+    before = threading.enumerate()
+    with pytest.raises(RankDiedError, match=rf"rank 0 did not answer at 127.0.0.1:{port} .*: nobody listens"):
+        from_environment(timedelta(seconds=1)).__enter__()
+    assert {*threading.enumerate()} <= {*before}
+
+
 def test_a_port_in_use_is_said_before_any_wait(alone):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -256,7 +279,7 @@ def test_groups_of_local_ranks_are_on_the_loopback_interface(alone, address):
     alone.setattr(join, "serve_store", lambda *given: given)
     alone.setattr(join, "loopback_interface", lambda: "lo")
     alone.setattr(join, "_come", lambda *given: None)
-    alone.setattr(join.dist, "TCPStore", lambda *given, **rest: given)
+    alone.setattr(join, "connect_to", lambda *given: given)
     alone.setattr(join.dist, "PrefixStore", lambda name, store: names.append(name) or store)
     alone.setattr(join, "Watch", lambda *given, **rest: Watch(None, 0, 2, timedelta(seconds=5)))
     alone.setattr(

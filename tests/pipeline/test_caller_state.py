@@ -233,26 +233,30 @@ def test_what_a_call_keeps_until_it_ends_is_no_change_of_the_caller_s(way):
     assert same(run("nestpipe"), run("reference"))
 
 
-def test_what_the_first_call_changes_is_no_change_of_the_caller_s():
-    """The source of batches ends in an error before any call of the model has begun."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_the_first_call_changes_is_no_change_of_the_caller_s(begun):
+    """The source of batches ends in an error before the first call of the model has begun, or in it."""
 
     def run(mode):
         trained = made()
         hidden = trained[0].hidden
 
         def late(batch, rows):
+            inside.set()
             if mode != "reference":
                 assert failed.wait(60)
             return hidden(batch, rows)
 
-        failed = threading.Event()
+        inside, failed = threading.Event(), threading.Event()
         trained[0].hidden = late
 
         def source():
             yield batches(1)[0]
+            if begun and mode != "reference":
+                assert inside.wait(60)
             raise OSError("no more")
 
-        with trainer(trained, mode) as training:
+        with trainer(trained, mode, trust_model=begun) as training:  # so no comparison calls it
             with pytest.raises(OSError):
                 list(training.run(source()))
             failed.set()

@@ -328,6 +328,29 @@ def test_rows_of_a_loss_that_see_each_other_are_refused_where_each_micro_batch_h
         trained("nestpipe", model=towers(window_loss=mean_of_rows), micro_batches=16)
 
 
+@pytest.mark.if_changed
+def test_one_sample_of_a_rank_is_compared_beside_those_of_other_ranks():
+    def step(communicators):
+        with Trainer(
+            *parts(towers(window_loss=mean_of_rows)), communicators, "nestpipe", WindowConfig(4, seed=4)
+        ) as trainer:
+            trainer.step(batch(0, 2).select(torch.tensor([communicators.rank])))
+
+    with pytest.raises(NotBatchInvariantError, match="whose window_loss of a sample"):
+        run_ranks(2, step)
+
+
+def test_a_buffer_that_a_window_loss_writes_is_refused():
+    def window_loss(self, own, window, positions):
+        self.seen += len(positions)
+        return Towers.window_loss(self, own, window, positions)
+
+    model = towers(window_loss=window_loss)()
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    with pytest.raises(NotBatchInvariantError, match="whose window_loss changed buffer seen"):
+        trained("nestpipe", model=lambda: model)
+
+
 def test_what_a_compared_window_loss_keeps_is_put_back():
     def window_loss(self, own, window, positions):
         self.calls = getattr(self, "calls", 0) + 1

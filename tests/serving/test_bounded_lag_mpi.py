@@ -37,7 +37,7 @@ def test_rows_arrive_and_disagreements_are_errors(tmp_path):
         text=True,
         timeout=100,
     )
-    fine = done.stdout.splitlines().count("fine")  # UCX also prints there, about windows that are kept
+    fine = done.stdout.count("fine")  # UCX prints there too, in the middle of lines
     assert done.returncode == 0 and fine == 3, done.stdout + done.stderr
 
 

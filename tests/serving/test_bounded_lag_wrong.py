@@ -168,10 +168,12 @@ def test_ranks_of_mpiexec_on_several_hosts_put_by_mpi(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(meeting, "find_spec", lambda name: name if installed else None)
-    monkeypatch.setattr(mpi, "numbers_of_ranks", lambda rank, world_size: numbers)
+    here = threading.local()
+    monkeypatch.setattr(mpi, "place_among", lambda world_size: numbers[here.rank] if numbers else -1)
     monkeypatch.setattr(mpi, "MpiWindows", lambda *given: SimpleNamespace(name="mpi", given=given))
 
     def run(group):
+        here.rank = group.rank()
         with LOCK:
             monkeypatch.setattr(meeting, "host_words", lambda: (group.rank(), 1))
             exchange = BoundedLagAllToAll(group, 0, capacity, PATIENCE)
@@ -183,13 +185,47 @@ def test_ranks_of_mpiexec_on_several_hosts_put_by_mpi(
         assert found == ("", chosen, (numbers, rank, 0, capacity) if chosen == "mpi" else ())
 
 
-def test_ranks_find_each_other_in_mpis_world(monkeypatch):
-    world, module = SimpleNamespace(size=3, allgather=lambda rank: [2, 0, rank]), ModuleType("mpi4py")
+@pytest.mark.if_changed
+@pytest.mark.parametrize("sends", [1, 2], ids=["before MPI", "inside of MPI"])
+def test_a_rank_that_stops_on_the_way_to_windows_of_mpi_is_named(monkeypatch, sends):
+    here, over = threading.local(), threading.Event()
+    monkeypatch.setenv("PMI_SIZE", str(WORLD))
+    monkeypatch.setattr(meeting, "find_spec", lambda name: name)
+    monkeypatch.setattr(mpi, "place_among", lambda world_size: here.rank)
+    monkeypatch.setattr(mpi, "MpiWindows", lambda *made: over.wait(60))
+    plain = meeting.Meeting._send
+
+    def send(self, group, words):
+        here.sent = getattr(here, "sent", 0) + 1
+        if here.rank == 1 and here.sent > sends:
+            over.wait(60)
+            raise ZeroDivisionError
+        plain(self, group, words)
+
+    monkeypatch.setattr(meeting.Meeting, "_send", send)
+
+    def run(group):
+        here.rank = group.rank()
+        with LOCK:
+            monkeypatch.setattr(meeting, "host_words", lambda: (group.rank(), 1))
+            exchange = BoundedLagAllToAll(group, 0, 64, timedelta(seconds=1))
+        try:
+            exchange.connect()
+        finally:
+            over.set()
+
+    for rank, error in enumerate(ranks.outcomes(run)):
+        if rank != 1:
+            assert isinstance(error, RankDiedError) and "rank 1 did nothing about exchange 0" in str(error)
+
+
+def test_a_process_that_sees_no_other_one_has_no_place_in_mpis_world(monkeypatch):
+    world, module = SimpleNamespace(size=3, rank=2), ModuleType("mpi4py")
     module.MPI = SimpleNamespace(COMM_WORLD=world)
     monkeypatch.setitem(sys.modules, "mpi4py", module)
-    assert mpi.numbers_of_ranks(1, 3) == [1, 2, 0]
+    assert mpi.place_among(3) == 2
     world.size = 1
-    assert mpi.numbers_of_ranks(1, 3) == []
+    assert mpi.place_among(3) == -1
 
 
 def test_mpi_needs_ranks_of_mpiexec():

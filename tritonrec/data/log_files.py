@@ -9,6 +9,7 @@ that it matches is all its files. What exists is that file or folder, also where
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PACKED = (".gz", ".bz2", ".zst", ".lz4")
 """Ends of the names of compressed files."""
+NO_FILE = "no file, but a link to nothing, a pipe, a device or a folder"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,10 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         found = fs.get_file_info(FileSelector(base or "/", recursive=True))
     except pa.ArrowException as error:
         raise ValueError(f"{path}: {error}") from error
+    except OSError as error:  # a store's own, which names no place
+        if str(path) in str(error):
+            raise
+        raise OSError(f"{path}: {error}") from error
 
     def is_due(file: str) -> bool:
         below = below_folder(base, file).split("/")
@@ -80,11 +86,14 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         return bool(wild) or not patterns or any(_is(file, each) for each in patterns)
 
     files = [info.path for info in found if info.type == FileType.File and is_due(info.path)]
-    for folder, _folders, names in os.walk(base or "/") if isinstance(fs, LocalFileSystem) else ():
+    ends = {os.path.splitext(file)[1] for file in files} - {""}
+    for folder, folders, names in os.walk(base or "/") if isinstance(fs, LocalFileSystem) else ():
+        if not folders and not names and os.path.splitext(folder)[1] in ends and is_due(folder):
+            raise ValueError(f"{folder}: an empty folder with the name of a file")
         for path_there in (os.path.join(folder, name) for name in names):
             if is_due(path_there) and os.path.lexists(path_there) and not os.path.isfile(path_there):
                 # a part would be missing in silence
-                raise ValueError(f"{path_there}: no file, but a link to nothing, a pipe or a device")
+                raise ValueError(f"{path_there}: {NO_FILE}")
     if patterns and not wild:
         files = next(filter(None, ([file for file in files if _is(file, each)] for each in patterns)), [])
         if not files:
@@ -96,6 +105,19 @@ def files_at(path: str, kind: str = "file", filesystem: Any = None, patterns: Se
         raise ValueError(f"{path}: the dataset holds no {kind}")
     _check_once(files, isinstance(fs, LocalFileSystem))
     return LogFiles(path, fs, base, sorted(files, key=natural_order), not wild)
+
+
+def is_there(filesystem: pafs.FileSystem, file: str) -> bool:
+    """Whether a file is there; ValueError where what has its name is none, but a folder, a pipe or a link to
+    nothing.
+    """
+    from pyarrow.fs import FileType, LocalFileSystem
+
+    found = filesystem.get_file_info(file).type
+    link = isinstance(filesystem, LocalFileSystem) and os.path.lexists(file)
+    if found != FileType.File and (found != FileType.NotFound or link):
+        raise ValueError(f"{file}: {NO_FILE}")
+    return found == FileType.File
 
 
 def _check_once(files: Sequence[str], is_local: bool) -> None:
@@ -140,8 +162,10 @@ def filesystem_of(path: str | Path, filesystem: Any = None) -> tuple[pafs.FileSy
         # A glob in the working directory has no folder before it, and a colon would be that of a URL.
         is_bare = not set(str(local).partition("/")[0]).isdisjoint("*?[:")
         return pafs.LocalFileSystem(), str(local.absolute() if is_bare else local)
-    base, wild = without_wildcards(str(local))
-    found, place = filesystem_at(base)
+    # The store's settings (``?endpoint_override=...``) are no wildcard.
+    url, query = re.fullmatch(r"(.*?)(\?\w+=[^?]*)?", str(local), re.DOTALL).groups("")  # type: ignore[union-attr]
+    base, wild = without_wildcards(url)
+    found, place = filesystem_at(base + query)
     if not isinstance(found, pafs.FileSystem):
         found = pafs.PyFileSystem(pafs.FSSpecHandler(NamedErrors(found)))
     return found, "/".join([place.rstrip("/"), *wild])

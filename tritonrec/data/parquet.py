@@ -19,11 +19,10 @@ from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
-from tritonrec.data.log_files import LogFiles
+from tritonrec.data.log_files import LogFiles, is_there
 from tritonrec.data.tables import is_metadata
 from tritonrec.data.times import lists
 from tritonrec.data.values import Part, integers
@@ -107,7 +106,7 @@ def write_features(log: Interactions, folder: Path) -> None:
 
 def _beside(place: LogFiles, file: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
     """What is `made` of a file in the folder of a dataset; None where there is none."""
-    if place.filesystem.get_file_info(file).type != pafs.FileType.File:
+    if not is_there(place.filesystem, file):
         return None
     try:
         with place.filesystem.open_input_file(file) as source:

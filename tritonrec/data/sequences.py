@@ -216,10 +216,12 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
     """
     import pyarrow.parquet as pq
 
+    from tritonrec.data.log_files import is_there
     from tritonrec.data.text_tables import UNREADABLE
     from tritonrec.data.values import Part, integers
 
     file = f"{rows.root}/{CATALOGUE_FILE}"
+    is_there(rows.filesystem, file)  # a pipe would be waited for
     try:
         with rows.filesystem.open_input_file(file) as source:
             table = pq.read_table(source, columns=["item", "count"])

@@ -41,9 +41,13 @@ LAUNCHERS = (
     Launcher("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     Launcher("SLURM", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"),
     Launcher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
+    Launcher("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
 )  # fmt: skip
 """The first one that says this process's rank is believed: torchrun runs under srun, mpirun under sbatch."""
+
+OF_JOBS = "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_LOCALID", "FLUX_JOB_SIZE"
+"""That a job's script has too, which is no rank."""
 
 JOB_NAMES = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "FLUX_JOB_ID", "PMI_PORT")
 """Variables that the processes of one job have in common and other jobs do not: a port follows from them."""
@@ -81,6 +85,14 @@ def rank_here(environment: Mapping[str, str] | None = None) -> Here:
         return Here()
     known = [each for each in LAUNCHERS if each.rank in given]
     if not known:
+        for each in LAUNCHERS:
+            for name, alone in ((each.size, "1"), (each.local_rank, "0")):
+                if name not in OF_JOBS and given.get(name, alone).strip() not in (alone, ""):
+                    raise ValueError(
+                        f"{name}={given[name]} is set and {each.rank} is not, so this process's rank is "
+                        f"unknown: set RANK and WORLD_SIZE, as torchrun does, or unset {name} for a run of "
+                        "one process"
+                    )
         return Here()
     launcher = next((each for each in known if each.size in given), None)
     if launcher is None:

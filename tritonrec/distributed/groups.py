@@ -23,6 +23,7 @@ from .agreement import check_ranks_agree
 from .communicator import SAVE_TIMEOUT, TIMEOUT, Communicator
 from .limits import within
 from .machine import count_machines, machine
+from .stores import connect_to
 from .watch import Watch
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -251,10 +252,7 @@ def _watch_from_environment(control: Communicator, timeout: timedelta) -> Watch 
     if address and port:
         try:
             where = address, int(port)
-            store = within(
-                CONNECT_TIMEOUT,
-                lambda: dist.TCPStore(*where, None, False, CONNECT_TIMEOUT, wait_for_workers=False),
-            )
+            store = within(CONNECT_TIMEOUT, lambda: connect_to(*where, CONNECT_TIMEOUT))
         except (ValueError, RuntimeError, TimeoutError):
             store = None  # the variables are not those of this run
     # Other runs, and other groups of this one, may use the same store.

@@ -16,7 +16,7 @@ from .communicator import PEER_FAILURE, TIMEOUT
 from .environment import Here, check_address, is_loopback, rank_here, settle
 from .groups import Communicators, validate_division
 from .limits import LATE, within
-from .stores import LOOPBACK, loopback_interface, serve_store
+from .stores import LOOPBACK, connect_to, loopback_interface, serve_store
 from .watch import RankDiedError, Watch
 
 Result = TypeVar("Result")
@@ -79,7 +79,7 @@ def join_environment(timeout: timedelta) -> Watch:
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def connect() -> dist.Store:
-        return dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        return connect_to(address, port, timeout)
 
     def come() -> tuple[dist.Store, Watch]:
         at = (LOOPBACK if address == "localhost" else address) if local else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,6 +42,22 @@ def serve_store(
     if timeout is not None:
         store.set_timeout(timeout)
     return store
+
+
+def connect_to(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A client of a store; TimeoutError where nobody listens there in time.
+
+    Where nobody does, torch goes on for four times its limit, also while the process ends, which aborts it.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((address, port), max(until - time.monotonic(), 0.1)).close()
+            return dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise TimeoutError(f"nobody listens there: {error}") from error
+            time.sleep(0.05)
 
 
 def token() -> str:

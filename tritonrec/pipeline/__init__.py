@@ -2,10 +2,10 @@
 
 from .check import ScheduleError, check
 from .dense import DenseModel
+from .diagnosis import NotBatchInvariantError
 from .evaluation import RowsOfRanks, next_item_scores, rank_held_out
 from .executor import Executor, StageFailedError
 from .graphs import MicroBatchGraphs
-from .guard import NotBatchInvariantError
 from .modes import MODES, PIPELINED, STAGED, TWO_BUFFERS, Mode, base_schedule, schedule_of
 from .places import WindowPlaces
 from .position import SupportsState

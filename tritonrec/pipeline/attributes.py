@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from dis import get_instructions
 from functools import cache, cached_property, partial
@@ -18,6 +19,7 @@ import torch
 from ..kernels.checksums import checksum, same_bits
 from ..nn.context import has_global_hooks
 from .caller_state import Same
+from .compiled import ONE_CALLS, Compilation
 from .diagnosis import Diagnosis
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -284,3 +286,26 @@ def _noted_value(value: Any, depth: int) -> Any:
     if isinstance(value, (list, tuple)) and depth and len(value) <= MOST_PARTS:
         return [_noted_value(each, depth - 1) for each in value]
     return Same(value)
+
+
+@contextmanager
+def without_traces(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], Attributes]]:
+    """Inside, the model is called beside its training. Yields buffers and attributes as before."""
+    buffers = {name: each.clone() for name, each in model.named_buffers()}
+    attributes = Attributes(model)
+    try:
+        with ExitStack() as stack:
+            if Compilation(model, None).compiles:  # which has a comparison of its own
+                stack.enter_context(ONE_CALLS)
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield buffers, attributes
+    finally:
+        put_back(model, buffers)
+        attributes.put_back()
+
+
+def put_back(model: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, each in model.named_buffers():
+            if name in buffers and not same_bits(each, buffers[name]):
+                each.copy_(buffers[name])

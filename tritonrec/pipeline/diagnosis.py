@@ -41,6 +41,24 @@ class Diagnosis:
     reason: str | None = None
 
 
+class NotBatchInvariantError(ValueError):
+    """Consistency "batch" cannot train a model: samples see each other, or calls, or a generator.
+
+    Attributes:
+        module: the name of the module to blame, None where none was found. reason: why.
+    """
+
+    def __init__(self, what: str, found: Diagnosis):
+        self.module, self.reason = found.module, found.reason
+        blamed = f"; module {found.module}: {found.reason}" if found.module else ""
+        super().__init__(
+            f"consistency='batch' cannot hold with this model, {what}{blamed}. Let the loss of a sample "
+            "depend on that sample alone, give a loss over the whole batch in a window_loss "
+            "(docs/in_batch.md), or take consistency='window', whose bits depend on the cut of the batch; "
+            "trust_model=True trains without this check"
+        )
+
+
 class _ModelError(Exception):
     """An error of the model, with the module that was running."""
 

@@ -41,6 +41,7 @@ from .dense_checks import validate_hooks
 from .early import EarlyDense
 from .graphs import MicroBatchGraphs
 from .guard import Guard
+from .guard_of_losses import LossGuard
 from .model_call import (
     CallerSettings,
     Represented,
@@ -50,7 +51,7 @@ from .model_call import (
     train_micro_batch,
     versions,
 )
-from .window_loss import WindowLoss, losses_of
+from .window_loss import BatchLoss, WindowLoss
 
 _models: WeakKeyDictionary[torch.nn.Module, InFlight] = WeakKeyDictionary()
 _groups: WeakKeyDictionary[Communicator, InFlight] = WeakKeyDictionary()
@@ -80,7 +81,7 @@ class Flight:
         guard: Guard,
         communicators: Communicators,
     ):
-        self._graphs, self.guard = graphs, guard
+        self._graphs, self.guard, self.loss_guard = graphs, guard, LossGuard(guard)
         self.model, self.dense, self._bits = dense.model, dense, bits
         self._shared, self._steps = shared, steps
         self._tables = [group.table.in_flight for group in tables.groups]
@@ -97,7 +98,7 @@ class Flight:
         self.under_way = False
         self.early = EarlyDense()
         self.calls = threading.RLock()  # a lane holds it while it calls the model
-        self.called = 0  # how often lanes have, in this flight
+        self.called = self.returned = 0  # how often lanes have, and how often that ended, in this flight
         self._compilation = Compilation(dense.model, bits)
         self.accumulator: GradientAccumulator  # of the dense gradients in flight
 
@@ -121,7 +122,7 @@ class Flight:
         if self.under_way:
             return
         self._validate()
-        self.called = 0
+        self.called = self.returned = 0
         # Each guard that has begun is ended again where a later one refuses; `end` closes all of them.
         with ExitStack() as inside:
             groups = [_groups.setdefault(each, InFlight("the ranks' groups")) for each in self._groups]
@@ -206,21 +207,13 @@ class Flight:
             return represent(self.model, batch, rows, seed, settings)
 
     def window_loss(
-        self,
-        batch: Batch,
-        window: Shown,
-        positions: torch.Tensor,
-        seed: int,
-        settings: CallerSettings,
-        scale_exponent: int,
-        sums: Shown,
+        self, batch: Batch, positions: torch.Tensor, loss: BatchLoss, sums: Shown
     ) -> tuple[torch.Tensor, Shown]:
-        """`losses_of` the samples of a micro-batch, inside of the guard's `around_window_loss`."""
+        """`loss.of` the samples of a micro-batch, inside of `loss_guard.around`."""
         if not batch.num_samples:
             return torch.zeros(0, dtype=torch.float32, device=positions.device), {}
-        given = window, positions, seed, settings, scale_exponent, self.accumulator, sums
-        with self._model_call(scale_exponent):
-            return losses_of(self.model, batch, *given, self.guard.see_loss)
+        with self._model_call(loss.scale_exponent):
+            return loss.of(batch, positions, self.accumulator, sums, self.loss_guard.see)
 
     @contextmanager
     def _model_call(self, scale_exponent: int) -> Iterator[None]:
@@ -238,6 +231,7 @@ class Flight:
             raise
         # The model's own writes are not the caller's.
         self._written = versions(each for _, each in self._buffers)
+        self.returned = self.called
 
     def reads_indexed_rows(self, impls: Collection[str]) -> bool:
         """Whether the model takes rows that are not gathered (`nn.context.takes_indexed_rows`).

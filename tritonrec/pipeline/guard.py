@@ -10,7 +10,7 @@ buffers are as before, and nothing is drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,16 +26,14 @@ from ..kernels.deferred import DeferredErrors
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import HOOKS
-from .attributes import Attributes, Contents
+from .attributes import Attributes, Contents, put_back, without_traces
 from .by_place import Call, first_by_place
-from .compiled import ONE_CALLS, Compilation
-from .diagnosis import Diagnosis, blame_buffer, blame_gradient, diagnose_with
+from .diagnosis import Diagnosis, NotBatchInvariantError, blame_buffer, blame_gradient, diagnose_with
 from .known_rows import KnownRows
 from .looks import DrawError, Ops, path_of
 from .model_call import CallerSettings, Shown, modes_kept, sees_window, train_micro_batch, versions
 from .precision import unscaled
 from .window import Window, WindowConfig
-from .window_loss import losses_of
 
 STREAM = 0x67756172  # one Philox stream for draws of the guard
 EARLY = 16
@@ -54,24 +52,6 @@ ALONE = 0, 0
 """The size of a sample whose batch has no other: it shows draws and what calls keep."""
 
 
-class NotBatchInvariantError(ValueError):
-    """Consistency "batch" cannot train a model: samples see each other, or calls, or a generator.
-
-    Attributes:
-        module: the name of the module to blame, None where none was found. reason: why.
-    """
-
-    def __init__(self, what: str, found: Diagnosis):
-        self.module, self.reason = found.module, found.reason
-        blamed = f"; module {found.module}: {found.reason}" if found.module else ""
-        super().__init__(
-            f"consistency='batch' cannot hold with this model, {what}{blamed}. Let the loss of a sample "
-            "depend on that sample alone, give a loss over the whole batch in a window_loss "
-            "(docs/in_batch.md), or take consistency='window', whose bits depend on the cut of the batch; "
-            "trust_model=True trains without this check"
-        )
-
-
 class Guard:
     """Compares calls of a model in training, on the thread that computes.
 
@@ -80,7 +60,7 @@ class Guard:
         trusted: nothing is compared; nor is at consistency ``"window"``.
 
     Attributes:
-        active: whether it compares. checks: comparisons so far.
+        active: whether it compares. checks: comparisons so far. sizes: that were compared.
     """
 
     def __init__(
@@ -90,20 +70,17 @@ class Guard:
         if config.consistency == "batch" and trusted:
             say_once("trust_model: nobody checks that samples do not see each other")
         self.checks = 0
-        self._model, self._tables, self._config = model, tables, config
+        self.model, self._tables, self.config = model, tables, config
         self._path: list[Any] = []
         self._moved: list[int] = []
         self._first: Attributes | None = None  # before any call, where calls change attributes of modules
-        self._sizes: set[tuple[int, int]] = set()  # that were compared
+        self.sizes: set[tuple[int, int]] = set()
         self._company: list[Batch] = []  # of one sample each, of small batches
         self._constant: set[str] = set()  # buffers that calls write, each the same values
         self._buffers: dict[str, torch.Tensor] = {}  # all others
         self._paths: set[frozenset[tuple[str, str]]] = set()  # of calls, by `path_of`
         self._way: frozenset[tuple[str, str]] | None = None  # of the call under way, once `see` knows it
         self._looks, self._looks_next = False, True
-        self._losses = 0  # calls of `around_window_loss`
-        self._loss_paths: set[frozenset[tuple[str, str]]] = set()
-        self._loss_ways: set[frozenset[tuple[str, str]]] = set()  # of the call under way
 
     def begin_run(self) -> None:
         """What no module shows may have changed, as an attribute: the next call is looked at."""
@@ -114,11 +91,6 @@ class Guard:
         if self._looks:
             self._way = path_of(shown)
 
-    def see_loss(self, losses: torch.Tensor) -> None:
-        """As `see`, of what a `window_loss` returns."""
-        if self.active and len(self._loss_paths) < MOST_PATHS:
-            self._loss_ways.add(path_of(losses))
-
     def begin(self) -> None:
         """The model may be another one: if its modules, hooks, switches, parameters or buffers are, sizes
         that were compared are to be compared again.
@@ -126,7 +98,7 @@ class Guard:
         if not self.active:
             return
         # Looked at for each result: one walk, of a list that grows, and names only where something is new.
-        modules, known = [self._model], {id(self._model)}
+        modules, known = [self.model], {id(self.model)}
         for module in modules:
             inside = [each for each in module._modules.values() if each is not None]
             modules += [each for each in inside if id(each) not in known]
@@ -138,12 +110,12 @@ class Guard:
                 path += (each is not None and (id(each), each.requires_grad),)
             path += map(id, module._buffers.values())
         if path != self._path:
-            own = self._model.named_buffers()
+            own = self.model.named_buffers()
             self._buffers = {name: each for name, each in own if name not in self._constant}
         moved = versions(self._buffers.values())
         if path != self._path or moved != self._moved:
             self._path, self._moved, self._first = path, moved, None
-            self._sizes.clear()
+            self.sizes.clear()
 
     @contextmanager
     def around(
@@ -171,12 +143,12 @@ class Guard:
         most = self._due(window, micro_batch, batch)
         if most:
             self._compare(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent, most)
-        before = versions(self._buffers.values())
-        drawn = ops.derive_seed(self._config.seed, STREAM + 1, window.update) % LOOKED_AT == 0
+        drawn = ops.derive_seed(self.config.seed, STREAM + 1, window.update) % LOOKED_AT == 0
         due = micro_batch == 0 and len(self._paths) < MOST_PATHS
         self._looks = due and (self._looks_next or drawn)
         self._way = None
-        yield
+        with self.unchanged_buffers("call"):
+            yield
         self._looks = False
         if self._way is not None:  # there were samples, and no graph was replayed
             self._looks_next = False
@@ -187,100 +159,26 @@ class Guard:
                 if not most:
                     few = FEW_SAMPLES
                     self._compare(window, micro_batch, batch, embeddings, inverses, seed, scale_exponent, few)
+
+    @contextmanager
+    def unchanged_buffers(self, what: str) -> Iterator[None]:
+        """Inside of `what`, no buffer of the model may change; NotBatchInvariantError."""
+        before = versions(self._buffers.values())
+        yield
         if before != versions(self._buffers.values()):
             changed = zip(self._buffers, before, versions(self._buffers.values()), strict=True)
             name = next(name for name, old, new in changed if old != new)
-            raise NotBatchInvariantError(f"whose call changed buffer {name}", blame_buffer(self._model, name))
-
-    @contextmanager
-    def around_window_loss(
-        self,
-        parts: list[Batch],
-        window: Shown,
-        positions: torch.Tensor,
-        seed: Seed,
-        settings: CallerSettings,
-        scale_exponent: int,
-        sums: Shown,
-    ) -> Iterator[None]:
-        """Around the losses of a batch's micro-batches: losses and gradients of all its samples are compared
-        with those of its parts, where that is due or a loss goes another way (`see_loss`).
-
-        Args: as `losses_of` takes them, for all `parts` one after the other.
-
-        Raises `NotBatchInvariantError`.
-        """
-        if not self.active or len(positions) < 2:
-            yield
-            return
-        filled = [part for part in parts if part.num_samples]
-        given = filled, window, positions, seed, settings, scale_exponent, sums
-        size = -1, len(positions).bit_length()
-        self._losses += 1
-        number = self._losses
-        again = number >= EARLY and not number & (number - 1)
-        again |= ops.derive_seed(self._config.seed, STREAM + 2, number) % EVERY == 0
-        most = FEW_SAMPLES if size in self._sizes else MOST_SAMPLES
-        if again or most == MOST_SAMPLES:
-            self._compare_window_loss(*given, most)
-            self._sizes.add(size)
-        self._loss_ways.clear()
-        yield
-        new = self._loss_ways - self._loss_paths
-        self._loss_paths |= new
-        if new and not again and most == FEW_SAMPLES:
-            self._compare_window_loss(*given, most)
-
-    def _compare_window_loss(
-        self,
-        parts: list[Batch],
-        window: Shown,
-        positions: torch.Tensor,
-        seed: Seed,
-        settings: CallerSettings,
-        scale_exponent: int,
-        sums: Shown,
-        most: int,
-    ) -> None:
-        batch, found = parts[0] if len(parts) == 1 else type(parts[0]).concat(parts), []
-        # A generator of its own: a comparison draws nothing
-        # from torch's, whose state belongs to the training.
-        random = torch.Generator().manual_seed(batch.step)
-        order = torch.randperm(len(positions), generator=random, dtype=torch.int64, device="cpu")[:most]
-        # All together, then one sample, as many as training computes, and the rest: any dependence on company
-        # differs between the two.
-        trained = min(parts[0].num_samples, len(order) - 1)
-        with _without_traces(self._model):
-            for cut in ([len(order)], [1, trained, len(order) - 1 - trained]):
-                accumulator = GradientAccumulator(self._model, self._config.fraction_bits)
-                totals, calls = {name: torch.zeros_like(each) for name, each in sums.items()}, []
-                with accumulator.empty_gradients():
-                    accumulator.scale_exponent = scale_exponent
-                    for part in order.split(cut):
-                        if not len(part):
-                            continue
-                        of_part = batch.select(part), window, positions[part.to(positions.device)]
-                        losses, own = losses_of(
-                            self._model, *of_part, seed, settings, scale_exponent, accumulator, totals,
-                            lambda _: None,
-                        )  # fmt: skip
-                        calls.append([losses, *own.values()])
-                    by_sample = [torch.cat(parts) for parts in zip(*calls, strict=True)]
-                    found.append([*by_sample, *totals.values(), accumulator.take_flat()])
-        if not all(map(same_bits, *found)):
             raise NotBatchInvariantError(
-                "whose window_loss of a sample depends on which others are computed with it, and not on the "
-                "window alone",
-                Diagnosis(None, None, ""),
+                f"whose {what} changed buffer {name}", blame_buffer(self.model, name)
             )
 
     def _due(self, window: Window, micro_batch: int, batch: Batch) -> int:
         """How many samples are to be compared."""
         if not batch.num_samples:
             return 0
-        if _size(batch) not in self._sizes:
+        if _size(batch) not in self.sizes:
             return MOST_SAMPLES
-        drawn = ops.derive_seed(self._config.seed, STREAM, window.update)
+        drawn = ops.derive_seed(self.config.seed, STREAM, window.update)
         number = window.number
         # what calls keep may show late, as a queue does once it is full
         # Powers of two: a model that keeps more and more is looked at again and again, at a falling rate.
@@ -289,7 +187,7 @@ class Guard:
             return 0
         # One draw for window and micro-batch: the quotient is
         # independent of the remainder that chose the window.
-        return FEW_SAMPLES if drawn // EVERY % self._config.window_micro_batches == micro_batch else 0
+        return FEW_SAMPLES if drawn // EVERY % self.config.window_micro_batches == micro_batch else 0
 
     def _compare(
         self,
@@ -303,14 +201,14 @@ class Guard:
         most: int,
     ) -> None:
         # `batch` is the micro-batch that is trained, `whole` the rank's batch that it was cut from.
-        together, whole = batch, window.batches[micro_batch // self._config.micro_batches]
+        together, whole = batch, window.batches[micro_batch // self.config.micro_batches]
         # Synchronous training takes the batch at once.
         if whole.num_samples > batch.num_samples and (batch.num_samples == 1 or most > FEW_SAMPLES):
             together = whole.to(batch.sample_ids.device)
         if together.num_samples < FEW_SAMPLES:
             together = self._in_company(together)
         size = _size(batch) if together.num_samples > 1 else ALONE
-        if size == ALONE and size in self._sizes:
+        if size == ALONE and size in self.sizes:
             return
         generator = torch.Generator().manual_seed(window.update)
         if together.num_samples > most:
@@ -333,7 +231,7 @@ class Guard:
             if together is not batch:
                 known = known.restricted(wanted, group.table)
             rows.append(known)
-        calls = _Calls(self._model, self._tables, self._config, rows, seed, window.settings, scale_exponent)
+        calls = _Calls(self.model, self._tables, self.config, rows, seed, window.settings, scale_exponent)
         self.checks += 1
         deferred = DeferredErrors()  # which drops no error
         try:
@@ -346,7 +244,7 @@ class Guard:
                 self._first = first or (kept if kept.blamed else None)
         except ArithmeticError:  # a gradient without an exact sum, which training reports by itself
             return
-        self._sizes.add(size)
+        self.sizes.add(size)
         for name in self._constant & self._buffers.keys():
             del self._buffers[name]
         self._moved = versions(self._buffers.values())
@@ -423,7 +321,7 @@ class _Calls:
         elif count > FEW_SAMPLES:  # halves: nearly all samples have what all have, as the largest one
             sizes[-1:] = [sizes[-1] // 2, sizes[-1] - sizes[-1] // 2]
         parts = order.split(sizes)
-        with _without_traces(self.model) as (buffers, attributes):
+        with without_traces(self.model) as (buffers, attributes):
             # A batch of its own: what a call sets on it, or writes into it, is not what training gets.
             own_batch = batch.select(torch.arange(count, dtype=torch.int64, device="cpu"))
             moves = {name: versions([each]) for name, each in self.model.named_buffers()}
@@ -447,7 +345,7 @@ class _Calls:
             own = dict(self.model.named_buffers())
             written = {name for name, old in moves.items() if versions([own[name]]) != old}
             if count > 1:  # a sample without others is called twice on end instead
-                _put_back(self.model, buffers)
+                put_back(self.model, buffers)
                 attributes.put_back()
                 if first is not None:
                     first.put_back_changed()
@@ -568,29 +466,6 @@ class _Calls:
         if otherwise is not None and (batch.num_samples == 1 or found.module is None):
             found = otherwise
         raise NotBatchInvariantError(what, found)
-
-
-@contextmanager
-def _without_traces(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], Attributes]]:
-    """Inside, the model is called beside its training. Yields buffers and attributes as before."""
-    buffers = {name: each.clone() for name, each in model.named_buffers()}
-    attributes = Attributes(model)
-    try:
-        with ExitStack() as stack:
-            if Compilation(model, None).compiles:  # which has a comparison of its own
-                stack.enter_context(ONE_CALLS)
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield buffers, attributes
-    finally:
-        _put_back(model, buffers)
-        attributes.put_back()
-
-
-def _put_back(model: torch.nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, each in model.named_buffers():
-            if name in buffers and not same_bits(each, buffers[name]):
-                each.copy_(buffers[name])
 
 
 def _size(batch: Batch) -> tuple[int, int]:

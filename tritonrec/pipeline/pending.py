@@ -74,7 +74,7 @@ class PendingWindows:
         self._globals: Noted = {}
         self._model: Noted = {}  # what its calls read, when the caller's turn began
         self._written: set[str] = set()  # of that, what calls change
-        self._called = 0  # calls of the model before that turn
+        self._called = 0  # calls of the model that ended before that turn
         self._rates: dict[int, Noted] = {}  # by update in flight
         self.agreement: RunAgreement | None = None  # of several ranks
         self._used: Noted = {}  # dense learning rates of updates that are done, which ranks have to compare
@@ -162,7 +162,7 @@ class PendingWindows:
     def note_caller(self) -> None:
         """The caller's turn begins; what changed since the flight began, calls of the model have changed."""
         if self._shared and self._windows:
-            self._called = self.flight.called
+            self._called = self.flight.returned  # one that has begun may change its first attribute later
             now, before = self._noted(), self._model
             # Between two turns of the caller only calls of the model
             # ran: what differs is theirs, and is watched no more.

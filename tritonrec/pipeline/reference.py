@@ -29,7 +29,7 @@ from .stages.window import DROPOUT_STREAM
 from .streams import to_device, to_host
 from .sums import LOSS_BITS, Sums
 from .window import Window, WindowConfig
-from .window_loss import gather, losses_of
+from .window_loss import BatchLoss, gather
 
 
 class ReferenceTrainer:
@@ -194,10 +194,8 @@ class _LossOfBatch:
     def __call__(self, represented: Represented) -> Shown:
         gathered = gather([represented], Communicator())
         sums = gathered.zeros(exact=True)
-        self.losses, own = losses_of(
-            self.model, self.batch, gathered.shown, gathered.positions, self.seed, self.settings,
-            self.scale_exponent, self.accumulator, sums, lambda _: None,
-        )  # fmt: skip
+        loss = BatchLoss(self.model, gathered, self.seed, self.settings, self.scale_exponent)
+        self.losses, own = loss.of(self.batch, gathered.positions, self.accumulator, sums)
         bits = self.accumulator.fraction_bits
         assert bits is not None
         return {

@@ -28,12 +28,13 @@ from ..trace import NullRecorder, SupportsRecording
 from .agreement import settings_of, validate_same_training
 from .dense import DenseModel
 from .dense_checks import validate_hooks, validate_invariant
+from .diagnosis import NotBatchInvariantError
 from .early import early_buckets
 from .evaluation import RowsOfRanks, rank_held_out
 from .executor import Delay, Executor, StageFailedError
 from .flight import lane_work, on_the_callers_thread, validate_groups, validate_model_place, validate_places
 from .graphs import MicroBatchGraphs
-from .guard import Guard, NotBatchInvariantError
+from .guard import Guard
 from .interrupts import uninterrupted
 from .model_call import sees_window
 from .modes import Mode, schedule_of, validate_reference, validate_schedule

@@ -78,6 +78,7 @@ class Gathered(NamedTuple):
 
     shown: Shown  # (B, ...) by name, in the order of sample ids
     trained: list[Column]  # of it: those with a gradient
+    ids: torch.Tensor  # (B,) int64
     positions: torch.Tensor  # (b,) int64, where this rank's samples are
     places: torch.Tensor  # (B,) int64, where those of each rank are, one rank after the other
     sent: list[int]  # samples to each rank
@@ -143,7 +144,7 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     places = order.argsort()
     shown = {name: each[order] for name, each in shown.items()}
     trained = [column for column in columns if column.trained]
-    return Gathered(shown, trained, places.split(came)[over.rank], places, sent, came)
+    return Gathered(shown, trained, ids, places.split(came)[over.rank], places, sent, came)
 
 
 def _words(columns: tuple[Column, ...]) -> str:
@@ -159,42 +160,55 @@ class _ByName(Shown):
         raise ValueError(f"window_loss reads {name!r}, but the model's forward shows {', '.join(self)}")
 
 
-def losses_of(
-    model: torch.nn.Module, batch: Batch, window: Shown, positions: torch.Tensor, seed: Seed,
-    settings: CallerSettings, scale_exponent: int, accumulator: GradientAccumulator, sums: Shown, see: See,
-) -> tuple[torch.Tensor, Shown]:  # fmt: skip
-    """Losses (b,) of the samples of `batch`, and by name the gradients (b, ...) of their own rows.
+@dataclass(frozen=True)
+class BatchLoss:
+    """`window_loss` of a global batch, for any of its samples: `seed` and `settings` as of a call."""
 
-    The gradients of `window` are added to `sums`, those of parameters to the accumulator. Both are of the
-    losses' sum; `see` gets the losses.
+    model: torch.nn.Module
+    gathered: Gathered
+    seed: Seed
+    settings: CallerSettings
+    scale_exponent: int
 
-    Raises TypeError for a gradient of `window` without an exact sum, where sums are exact, ValueError where
-    `window_loss` reads or records what it cannot.
-    """
-    # A sample stands in the loss twice: as itself (`leaves`, whose gradient is of this rank alone) and among
-    # the candidates of every sample (`candidates`, whose gradients are sums over all ranks).
-    own = _ByName({name: each[positions] for name, each in window.items()})
-    leaves = {name: own[name].requires_grad_() for name in sums}
-    candidates = {name: window[name].detach().requires_grad_() for name in sums}
-    exact = accumulator.fraction_bits is not None
-    summed = accumulator.rows([*candidates.values()], [*sums.values()], NAME) if exact else nullcontext()
-    with (
-        summed, accumulator.active(), settings.applied(),
-        samples_of(model, batch, seed) as now, recording() as recorded,
-    ):  # fmt: skip
-        losses = model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
-        if recorded:
-            raise ValueError(f"window_loss records {', '.join(recorded)}: nn.record takes outputs of forward")
-        backward_of(losses, batch, now, settings, scale_exponent, see=see)
-    rest = {name: each.grad for name, each in candidates.items() if each.grad is not None}
-    if rest and exact:
-        raise TypeError(
-            f"window_loss uses window[{min(rest)!r}] so that its gradient is a float32 sum over samples, "
-            "which depends on the cut: read it by ops.linear, or take consistency='window'"
-        )
-    for name, gradient in rest.items():
-        sums[name] += unscaled(gradient, scale_exponent)
-    return losses.detach(), {
-        name: unscaled(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, scale_exponent)
-        for name, leaf in leaves.items()
-    }
+    def of(
+        self, batch: Batch, positions: torch.Tensor, accumulator: GradientAccumulator, sums: Shown,
+        see: See = lambda _: None,
+    ) -> tuple[torch.Tensor, Shown]:  # fmt: skip
+        """Losses (b,) of the samples of `batch`, and by name the gradients (b, ...) of their own rows.
+
+        The gradients of what all samples show are added to `sums`, those of parameters to the accumulator.
+        Both are of the losses' sum; `see` gets the losses.
+
+        Raises TypeError for a gradient of what is shown without an exact sum, where sums are exact,
+        ValueError where `window_loss` reads or records what it cannot.
+        """
+        window, scale_exponent = self.gathered.shown, self.scale_exponent
+        # A sample stands in the loss twice: as itself (`leaves`, whose gradient is of this rank alone) and
+        # among the candidates of every sample (`candidates`, whose gradients are sums over all ranks).
+        own = _ByName({name: each[positions] for name, each in window.items()})
+        leaves = {name: own[name].requires_grad_() for name in sums}
+        candidates = {name: window[name].detach().requires_grad_() for name in sums}
+        exact = accumulator.fraction_bits is not None
+        summed = accumulator.rows([*candidates.values()], [*sums.values()], NAME) if exact else nullcontext()
+        with (
+            summed, accumulator.active(), self.settings.applied(),
+            samples_of(self.model, batch, self.seed) as now, recording() as recorded,
+        ):  # fmt: skip
+            losses = self.model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
+            if recorded:
+                raise ValueError(
+                    f"window_loss records {', '.join(recorded)}: nn.record takes outputs of forward"
+                )
+            backward_of(losses, batch, now, self.settings, scale_exponent, see=see)
+        rest = {name: each.grad for name, each in candidates.items() if each.grad is not None}
+        if rest and exact:
+            raise TypeError(
+                f"window_loss uses window[{min(rest)!r}] so that its gradient is a float32 sum over samples, "
+                "which depends on the cut: read it by ops.linear, or take consistency='window'"
+            )
+        for name, gradient in rest.items():
+            sums[name] += unscaled(gradient, scale_exponent)
+        return losses.detach(), {
+            name: unscaled(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, scale_exponent)
+            for name, leaf in leaves.items()
+        }

@@ -46,7 +46,7 @@ from ..stage import Edge, From, Read, Update, UpTo, Write, stage
 from ..streams import to_device
 from ..sums import NAME, Sent, all_to_all_of_tables
 from ..window import LookupCounts, Window
-from ..window_loss import WindowLoss, gather
+from ..window_loss import BatchLoss, WindowLoss, gather
 
 DROPOUT_STREAM = 0x64726F70  # one Philox stream for dropout seeds
 
@@ -196,12 +196,11 @@ def window_loss(
         every = range(first, first + count)
         gathered = gather([representations[i] for i in every], reduce, counts)
         totals, parts, found = gathered.zeros(context.sums.exact), [samples[i] for i in every], []
-        given = _seed(context, parts[0]), window.settings, exponent, totals
+        loss = BatchLoss(flight.model, gathered, _seed(context, parts[0]), window.settings, exponent)
         positions = gathered.positions.split([part.num_samples for part in parts])
-        around = flight.guard.around_window_loss(parts, gathered.shown, gathered.positions, *given)
-        with flight.calls, around:
+        with flight.calls, flight.loss_guard.around(parts, loss, totals):
             for part, own in zip(parts, positions, strict=True):
-                found.append(flight.window_loss(part, gathered.shown, own, *given))
+                found.append(flight.window_loss(part, own, loss, totals))
         # Each sample has shown itself to the losses of all ranks: its gradient is the sum of what they found.
         others = gathered.of_candidates(totals, context.sums, reduce, counts)
         done = 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from ...distributed import RankDiedError
 from ...distributed.environment import LAUNCHERS
+from ...distributed.limits import READ_TIMEOUT, within
 from .by_messages import MessageTransport, await_work, naming
 from .messages import Deadline, SupportsMessages, Tags
 from .transport import TRANSPORTS, Disagreement, Transport, others
@@ -54,16 +57,20 @@ class Meeting:
 
             name = (number_of_rank(), 0, 0)
         mpi = transport == "auto" and capacity > 0 and started_by_mpiexec(world_size)
-        words = [bound, capacity, TRANSPORTS.index(transport), *host, *name, mpi]
+        self._send(group, [bound, capacity, TRANSPORTS.index(transport), *host, *name, mpi])
+
+    def _send(self, group: SupportsMessages, words: list[int]) -> None:
+        """Words to each rank, and places for theirs."""
+        rank, world_size = group.rank(), group.size()
         self._settings = [torch.zeros(WORDS, dtype=torch.int64, device="cpu") for _ in range(world_size)]
         self._settings[rank] = torch.tensor(words, dtype=torch.int64, device="cpu")
         _unawaited[id(self._works)] = self._works, self._settings
         for peer in others(rank, world_size):
             with naming(peer, 0):
-                self._works.append((peer, group.recv([self._settings[peer]], peer, tags.settings)))
+                self._works.append((peer, group.recv([self._settings[peer]], peer, self._tags.settings)))
         for peer in others(rank, world_size):
             with naming(peer, 0):
-                self._works.append((peer, group.send([self._settings[rank]], peer, tags.settings)))
+                self._works.append((peer, group.send([self._settings[rank]], peer, self._tags.settings)))
 
     def finish(self, deadline: Deadline) -> None:
         """Wait until the settings of all ranks are here."""
@@ -99,12 +106,21 @@ class Meeting:
             self._shared.open([(each[5], each[6], each[7]) for each in found])
             return self._shared
         if self.transport == "mpi" or all(each[8] for each in found):
-            from .mpi import MpiWindows, numbers_of_ranks
+            from .mpi import MpiWindows, place_among
 
-            chosen = [each[5] for each in found] if self.transport == "mpi" else None
-            numbers = chosen or numbers_of_ranks(rank, world_size)
-            if numbers:
-                return MpiWindows(numbers, rank, self.bound, self.capacity)
+            numbers = [each[5] for each in found]
+            if self.transport == "auto":  # MPI starts with this first look at it
+                self._send(group, [place_among(world_size)] * WORDS)
+                self.finish(deadline)
+                numbers = [int(each[0]) for each in self._settings]
+            if sorted(numbers) == [*range(world_size)]:
+                try:
+                    made = numbers, rank, self.bound, self.capacity
+                    return within(deadline.seconds, lambda: MpiWindows(*made))
+                except TimeoutError as error:  # MPI has no limits, and does not say who stopped
+                    self._send(group, [0] * WORDS)
+                    self.finish(Deadline(timedelta(seconds=READ_TIMEOUT)))
+                    raise RankDiedError(f"MPI made no windows of all ranks: {error}") from error
         if self.transport == "shared":
             raise Disagreement(
                 'transport="shared" needs all ranks to be processes of one user on one host with Linux 5.3 '

@@ -47,15 +47,14 @@ def number_of_rank() -> int:
     raise ValueError('transport="mpi" needs mpi4py, and ranks that mpiexec has started')
 
 
-def numbers_of_ranks(rank: int, world_size: int) -> list[int]:
-    """(W,) where each rank of a group of all processes is in MPI's world; every one of them calls it.
+def place_among(world_size: int) -> int:
+    """This process's rank in MPI's world of as many processes.
 
-    Empty where mpi4py is of another MPI than mpiexec, and so sees no other process.
+    -1 where mpi4py is of another MPI than mpiexec, and so sees no other process.
     """
     from mpi4py import MPI
 
-    ranks = MPI.COMM_WORLD.allgather(rank) if MPI.COMM_WORLD.size == world_size else []
-    return sorted(range(len(ranks)), key=ranks.__getitem__)
+    return MPI.COMM_WORLD.rank if MPI.COMM_WORLD.size == world_size else -1
 
 
 class MpiWindows(OneSided):
