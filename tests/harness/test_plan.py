@@ -181,9 +181,10 @@ def test_what_lacks_and_what_would_fit():
 
 
 def test_what_would_fit_where_keys_alone_do_not():
-    """With 7.6 bytes a row for its place in memory, as a rank of 4,194,304 rows and fewer has them."""
+    """With places of rows that have just doubled, 7.6 bytes a row."""
     ranks = [tried(tables=[Sizes(10, 100, 12 * 16, 61, 0, weight_bytes=25)]) for _ in range(2)]
-    rows, needs = 8_000_000, of(tried(), tried(), rows=8_000_000).ranks
+    rows = 2 * (1 << 22) + 2000
+    needs = of(tried(), tried(), rows=rows).ranks
     rest = sum(rank.peak - rank.tables for rank in needs)
     keys = sum(rank.keys + rank.doubling for rank in needs)
     assert keys > 150 * MIB
@@ -198,7 +199,7 @@ def test_what_would_fit_where_keys_alone_do_not():
     ]
     assert -6 * MIB <= of(*bounded, rows=rows, left=left).lacking <= 0
     (disk,) = (each for each in of(*ranks, rows=rows, left=rest + 60 * MIB).advice() if "disk" in each)
-    assert "of keys alone do not fit, nor do 61.0 MiB of places of rows" in disk, disk
+    assert "of keys alone do not fit, nor do 64.0 MiB of places of rows" in disk, disk
 
 
 def test_a_run_of_several_machines_is_not_tried(monkeypatch):
