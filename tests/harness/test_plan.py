@@ -199,7 +199,7 @@ def test_what_would_fit_where_keys_alone_do_not():
     ]
     assert -6 * MIB <= of(*bounded, rows=rows, left=left).lacking <= 0
     (disk,) = (each for each in of(*ranks, rows=rows, left=rest + 60 * MIB).advice() if "disk" in each)
-    assert "of keys alone do not fit, nor do 64.0 MiB of places of rows" in disk, disk
+    assert "of keys alone do not fit, nor do 64 MiB of places of rows" in disk, disk
 
 
 def test_a_run_of_several_machines_is_not_tried(monkeypatch):

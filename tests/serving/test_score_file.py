@@ -125,6 +125,30 @@ def test_a_killed_run_goes_on_with_the_same_bytes(models, tmp_path, monkeypatch,
     assert len(calls) == 7 - 2 * killed_at and digest(out) == digest(tmp_path / "whole.parquet")
 
 
+@pytest.mark.parametrize("inside", ["a part", "the output"])
+def test_a_run_killed_in_a_write_leaves_no_half_of_it(models, tmp_path, monkeypatch, inside):
+    full, source = models[1][0], written(tmp_path / "in.parquet", histories(14))
+    score_file(source, tmp_path / "whole.parquet", full, SMALL)
+    out, writes, write = tmp_path / "out.parquet", [], pq.ParquetWriter.write_table
+
+    def dies(writer, table, *given, **options):
+        write(writer, table, *given, **options)
+        writes.append(len(table))
+        if writes == (
+            [4, 4] if inside == "a part" else [4, 4, 4, 2, 4, 4]
+        ):  # of parts, and again of the output
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(pq.ParquetWriter, "write_table", dies)
+        with pytest.raises(KeyboardInterrupt):
+            score_file(source, out, full, SMALL)
+    whole = [*(tmp_path / ".out.parquet.parts").glob("*.parquet")]
+    assert not out.exists() and len(whole) == (1 if inside == "a part" else 4)
+    score_file(source, out, full, SMALL)
+    assert digest(out) == digest(tmp_path / "whole.parquet")
+
+
 def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
     source, out = written(tmp_path / "in.parquet", histories(9)), tmp_path / "out.parquet"
     with monkeypatch.context() as broken:
