@@ -286,8 +286,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         DynamicTable(WIDTH, placement=on_disk(tmp_path))
 
 
-def test_a_directory_of_another_user_is_named():
+def test_a_directory_of_another_user_is_named(tmp_path):
     """Of root a process gives its rights up; any other user may not write to a folder of its own."""
+    DynamicTable(WIDTH, placement=on_disk(tmp_path))  # compiles, for which another user finds no folder
     with tempfile.TemporaryDirectory() as path:  # others may not enter the folders above `tmp_path`
         os.chmod(path, 0o555)
         message, end = os.pipe()
