@@ -201,9 +201,10 @@ def test_train_starts_a_rank_for_each_gpu(monkeypatch):
         assert code == 2 and "does not go with" in text and "device" in text, text
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("device", "memory", "said"),
-    [("cuda", None, 1), ("cpu", None, 0), ("cuda", SimpleNamespace(called=True), 0)],
+    [("cuda", None, 1), ("cpu", None, 0), ("cuda", SimpleNamespace(called=True, copies=None), 0)],
 )
 def test_where_tables_are_is_said_once_beside_an_accelerator(monkeypatch, capsys, device, memory, said):
     class Entered(Exception):
@@ -216,9 +217,13 @@ def test_where_tables_are_is_said_once_beside_an_accelerator(monkeypatch, capsys
         def __getattr__(self, name):
             raise Entered
 
+    def resume(*given):
+        raise Entered
+
     made = Job(SMALL[1]).build("adam")
     monkeypatch.setattr(Job, "build", lambda *_: made)
     monkeypatch.setattr(loop, "Trainer", Begins)
+    monkeypatch.setattr(loop, "resume", resume)
     run = Run(Job(SMALL[1], target=Target("auto", device)), steps=2)
     with pytest.raises(Entered):
         loop.train(Communicators.local(), run, memory=memory)
