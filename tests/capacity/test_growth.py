@@ -30,7 +30,7 @@ def grown(**way):
 way = eval(sys.argv[1])
 grown(**way)  # compiles, and starts threads
 had = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_DATA, (had + (35 << 20), -1))
+resource.setrlimit(resource.RLIMIT_DATA, (had + (int(sys.argv[2]) << 20), -1))
 try:
     table = grown(**way)  # 36.9 MB of rows
 except (MemoryError, RuntimeError) as error:
@@ -50,15 +50,18 @@ WAYS = {
     "demote": "{'policy': TablePolicy(precision=PrecisionTiers('21MiB', every=2))}",
     "demote and evict": "{'policy': TablePolicy(Eviction('lru', capacity=24_000),"
     " precision=PrecisionTiers('11MiB', every=2))}",
-    "spill": "{'placement': Placement('disk', memory='10MiB', path='.')}",
+    "spill": "{'placement': Placement('disk', memory='3500KiB', path='.')}",
 }
+MIB = {"spill": 8}
+"""Of the limit, 35 by default: a table on disk has ten times its memory."""
 
 
 @pytest.mark.if_changed
 @pytest.mark.every_case
-@pytest.mark.parametrize("way", slow_except(["nothing", "demote"], WAYS))
+@pytest.mark.parametrize("way", slow_except(["nothing", "demote", "spill"], WAYS))
 def test_each_policy_keeps_a_table_below_the_limit(way, tmp_path):
-    command, returned = [sys.executable, "-c", CODE, WAYS[way]], {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", CODE, WAYS[way], str(MIB.get(way, 35))]
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     ran = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, timeout=300, env={**os.environ, **returned}
     )

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -233,6 +234,20 @@ def test_a_slow_disk_is_named_once(tmp_path, monkeypatch, seconds, told):
     assert len(heard) == told and all("5 rows of a table took 1.1 s to be written" in each for each in heard)
 
 
+def test_what_moves_rows_is_compiled_before_a_disk_is_timed(tmp_path, monkeypatch):
+    kinds = {"move": [], "announce": []}
+    for name, found in kinds.items():
+        own = getattr(numba_disk, name)
+        monkeypatch.setattr(
+            numba_disk, name,
+            lambda *given, own=own, found=found: found.append([*map(type, given)]) or own(*given),
+        )  # fmt: skip
+    file = RowFile(str(tmp_path), 24)
+    file.grow(5)
+    file.write(torch.arange(5), torch.zeros(5, 6), torch.arange(5))
+    assert all(len(found) == 2 and found[0] == found[1] for found in kinds.values())
+
+
 def test_many_rows_may_take_longer(tmp_path, monkeypatch):
     file, now = RowFile(str(tmp_path), 4), iter(range(9))
     monkeypatch.setattr(row_file, "time", SimpleNamespace(monotonic=lambda: 2.0 * next(now)))
@@ -269,6 +284,31 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         OSError, match="Read-only file system; name a directory on a disk that can be written"
     ):
         DynamicTable(WIDTH, placement=on_disk(tmp_path))
+
+
+def test_a_directory_of_another_user_is_named(tmp_path):
+    """Of root a process gives its rights up; any other user may not write to a folder of its own."""
+    DynamicTable(WIDTH, placement=on_disk(tmp_path))  # compiles, for which another user finds no folder
+    with tempfile.TemporaryDirectory() as path:  # others may not enter the folders above `tmp_path`
+        os.chmod(path, 0o555)
+        message, end = os.pipe()
+        if not (child := os.fork()):
+            try:
+                if os.geteuid() == 0:
+                    os.setgroups([])
+                    os.setgid(65534)
+                    os.setuid(65534)
+                for each in (tempfile.gettempdir(), path):  # one that takes files first
+                    DynamicTable(WIDTH, placement=on_disk(each))
+            except OSError as error:
+                os.write(end, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(end)
+        with os.fdopen(message) as said:
+            told = said.read()
+        os.waitpid(child, 0)
+    assert f"file of rows in {path!r} cannot be made: Permission denied; name a directory that this" in told
 
 
 def test_training_stops_at_a_full_disk_and_goes_on_from_the_last_checkpoint_elsewhere(tmp_path):

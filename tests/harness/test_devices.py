@@ -4,23 +4,26 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from commands import invoke
 
-from tritonrec.distributed import RankPool
+from tritonrec.distributed import Communicators, RankPool
 from tritonrec.harness import devices
 from tritonrec.harness.cli import verify
 from tritonrec.harness.devices import Target, take_gpu_here, take_own_gpu, validate_device
 from tritonrec.harness.job import Job
 from tritonrec.harness.train import evaluate as evaluation
-from tritonrec.harness.train import launch
+from tritonrec.harness.train import launch, loop
+from tritonrec.harness.train.run import Run
 from tritonrec.harness.verify.cases import small_table
 from tritonrec.harness.verify.variants import CPU_BITS
 from tritonrec.kernels import dispatch
@@ -196,6 +199,36 @@ def test_train_starts_a_rank_for_each_gpu(monkeypatch):
     ):
         code, text, _ = invoke("train", *SMALL, "--device", "cuda", *other)
         assert code == 2 and "does not go with" in text and "device" in text, text
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("device", "memory", "said"),
+    [("cuda", None, 1), ("cpu", None, 0), ("cuda", SimpleNamespace(called=True, copies=None), 0)],
+)
+def test_where_tables_are_is_said_once_beside_an_accelerator(monkeypatch, capsys, device, memory, said):
+    class Entered(Exception):
+        """The training begins."""
+
+    class Begins(ExitStack):
+        def __init__(self, *given, **options):
+            super().__init__()
+
+        def __getattr__(self, name):
+            raise Entered
+
+    def resume(*given):
+        raise Entered
+
+    made = Job(SMALL[1]).build("adam")
+    monkeypatch.setattr(Job, "build", lambda *_: made)
+    monkeypatch.setattr(loop, "Trainer", Begins)
+    monkeypatch.setattr(loop, "resume", resume)
+    run = Run(Job(SMALL[1], target=Target("auto", device)), steps=2)
+    with pytest.raises(Entered):
+        loop.train(Communicators.local(), run, memory=memory)
+    line = "item: keys and rows in host memory, looked up by the host"
+    assert capsys.readouterr().out.count(line) == said
 
 
 class Elsewhere:

@@ -1,11 +1,13 @@
 """Promise: the lab compares losses before it measures, and its figures are those of the traces."""
 
+import io
 import json
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tritonrec.files import save_json
 from tritonrec.harness.lab import figures as lab_figures
@@ -18,7 +20,8 @@ from tritonrec.harness.lab.settings import (
     Setting,
 )
 from tritonrec.harness.network import LabError
-from tritonrec.trace import read
+from tritonrec.trace import LANES, read
+from tritonrec.trace.analysis import summarise
 
 # Losses first.
 
@@ -142,6 +145,31 @@ def test_figures_are_those_of_the_trace(plan, runs, result):
 
 
 @pytest.mark.multi_rank
+def test_shares_of_lanes_are_those_of_the_trace_and_are_printed(runs, result):
+    for run in runs[0]:
+        seen, spans = lab_figures.figures(run), read(run.trace).spans
+        stretch = {
+            each.rank: (each.start_ns, each.start_ns + each.elapsed_ns) for each in summarise(spans, 2)
+        }
+        at_work = {
+            span.lane
+            for span in spans
+            if span.start_ns < stretch[span.rank][1] and stretch[span.rank][0] < span.end_ns
+        }  # others were ahead of it
+        assert seen.busy.keys() == at_work & set(LANES)
+        assert seen.busy["compute"] == pytest.approx(seen.compute / seen.mean_step)
+        assert seen.busy.get("copy", 0) == pytest.approx(seen.row_copy / seen.mean_step)
+        assert all(0 < share <= 1 for share in seen.busy.values())
+    said = Console(file=io.StringIO(), width=300)
+    report.print_report(result, said)
+    lines = said.file.getvalue().partition("Share of a step in which each lane is at work")[2].splitlines()
+    lanes = next(line for line in lines if "compute" in line).replace("┃", " ").split()
+    shares = [line.replace("│", " ").split() for line in lines if line.startswith("│")]
+    for row, cells in zip(result.rows, shares, strict=False):  # other tables follow
+        assert cells[lanes.index("compute") - len(lanes)] == f"{row.figures.busy['compute']:.0%}"
+
+
+@pytest.mark.multi_rank
 def test_the_document_and_the_picture(result, tmp_path):
     save_json(report.as_json(result), tmp_path / "new" / "lab.json")
     document = json.loads((tmp_path / "new" / "lab.json").read_text())
@@ -215,10 +243,12 @@ def test_ratios_are_of_runs_of_one_round(plan):
     )
 
     def run(step):
-        return replace(plain, figures=replace(plain.figures, step=step, mean_step=step))
+        figures = replace(plain.figures, step=step, mean_step=step, busy={"compute": step / 20})
+        return replace(plain, figures=figures)
 
     baselines, others = (6.0, 12.0, 9.0), (3.0, 4.0, 1.0)
     rounds = [[run(a), *(run(b) for _ in plan.settings[1:])] for a, b in zip(baselines, others, strict=True)]
     found = rows(plan, rounds)
     assert found[0].ratios == [1.0, 1.0, 1.0] and found[1].ratios == [2.0, 3.0, 9.0]
-    assert found[1].figures.step == 3.0 and (found[1].tasks, found[1].overruns) == (15, 6)
+    assert found[1].figures.step == 3.0 and found[0].figures.busy == {"compute": 9 / 20}
+    assert (found[1].tasks, found[1].overruns) == (15, 6)

@@ -21,7 +21,7 @@ from tritonrec.harness.plan import report
 from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
 from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
 from tritonrec.harness.plan.report import plan_run
-from tritonrec.harness.plan.trial import Rank, _highest, _more, trial
+from tritonrec.harness.plan.trial import Rank, _highest, _more, trial, trials
 from tritonrec.harness.progress import Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -178,6 +178,37 @@ def test_what_lacks_and_what_would_fit():
     assert "are no tables" in only and "at most 75% of this batch" in only and "at most 1 ranks here" in only
     (only,) = of(*ranks, left=rest // 2 - 1).advice()
     assert "no batch is small enough" in only and "one rank does not fit" in only
+
+
+def test_what_would_fit_where_keys_alone_do_not():
+    """With places of rows that have just doubled, 7.6 bytes a row."""
+    ranks = [tried(tables=[Sizes(10, 100, 12 * 16, 61, 0, weight_bytes=25)]) for _ in range(2)]
+    rows = 2 * (1 << 22) + 2000
+    needs = of(tried(), tried(), rows=rows).ranks
+    rest = sum(rank.peak - rank.tables for rank in needs)
+    keys = sum(rank.keys + rank.doubling for rank in needs)
+    assert keys > 150 * MIB
+    left = rest + 150 * MIB
+    (disk,) = (each for each in of(*ranks, rows=rows, left=left).advice() if "--storage disk" in each)
+    options, _, why = disk.partition(", for ")
+    assert "of keys alone do not fit" in why and options.endswith(" --disk-index-memory 1MiB")
+    memory = int(options.removeprefix("--storage disk: --disk-memory ").partition("MiB")[0]) * MIB
+    bounded = [
+        replace(each, tables=[replace(table, most=memory, most_keys=MIB) for table in each.tables])
+        for each in ranks
+    ]
+    assert -6 * MIB <= of(*bounded, rows=rows, left=left).lacking <= 0
+    (disk,) = (each for each in of(*ranks, rows=rows, left=rest + 60 * MIB).advice() if "disk" in each)
+    assert "of keys alone do not fit, nor do 64 MiB of places of rows" in disk, disk
+
+
+def test_a_run_of_several_machines_is_not_tried(monkeypatch):
+    def refused(communicators):
+        with pytest.raises(ValueError, match="plan tries a run on one machine: start all ranks on it"):
+            trials(replace(communicators, machines=2), RUN, 4)
+        return True
+
+    assert run_ranks(2, refused) == [True] * 2
 
 
 @pytest.mark.if_changed

@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,10 +29,10 @@ LONGEST = 12
 SIZES = HSTUConfig(dim=16, layers=1, heads=2, qk_dim=8, v_dim=8, max_seq_len=LONGEST)
 
 
-def export_hstu(folder: Path, words: bool = False) -> list[Path]:
+def export_hstu(folder: Path, words: bool = False, timed: bool = False) -> list[Path]:
     """Exports after one step and after two."""
     torch.manual_seed(7)
-    model = HSTU(SIZES)
+    model = HSTU(replace(SIZES, relative_bias=timed))
     loader = NextItemLoader(load("zipf:users=50,items=60,median_length=9,seed=3"), 16, LONGEST, 3, 0)
     tables = HashTableCollection([FeatureConfig("item", 16)], RowOptimizer("adam", lr=0.1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

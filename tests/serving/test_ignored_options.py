@@ -42,6 +42,7 @@ REFUSED = [
     ("score", "clicks", ["--k", "3"], "k has no meaning with a model of clicks"),
     ("score", "clicks", ["--no-exclude-history"], "exclude_history has no meaning with a model of clicks"),
     ("score", "items", ["--dense", "row"], "dense has no meaning with a model of the next item"),
+    ("score", "items", ["--timestamps", "row"], "timestamps has no meaning with a model without times"),
     ("score", "items", ["--candidates", "c", "--k", "5"], "k has no meaning with candidates"),
     ("score", "items", ["--candidates", "c", "--no-exclude-history"], "exclude_history has no meaning with"),
     ("export", "run", ["--tables-only", "--compiled"], "compiled goes with a model"),

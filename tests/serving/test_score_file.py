@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -83,6 +84,24 @@ def test_candidates_words_and_no_rows(models, tmp_path):
     assert pq.read_table(tmp_path / "none-out.parquet").column_names == ["items", "scores"]
 
 
+@pytest.mark.if_changed
+def test_a_model_with_times_goes_by_the_column_of_timestamps(tmp_path):
+    timed, rows = Predictor.load(export_hstu(tmp_path, timed=True)[1]), histories(5)
+    times = [[100 * each for each in row] for row in rows]  # back and forth, as a log may have them
+    source, out = written(tmp_path / "in.parquet", rows, at=times), tmp_path / "out.parquet"
+    score_file(source, out, timed, replace(SMALL, timestamps="at"))
+    items, scores = timed.retrieve(rows, 5, timestamps=times)
+    assert pq.read_table(out)["items"].to_pylist() == items.tolist()
+    found = torch.tensor(pq.read_table(out)["scores"].to_pylist(), dtype=torch.float32)
+    at_once = timed.retrieve(rows, 5, timestamps=[[7] * len(row) for row in rows])[1]
+    assert torch.equal(found, scores) and not torch.equal(found, at_once)
+    with pytest.raises(ValueError, match="goes by times: name the column of the histories' timestamps"):
+        score_file(source, out, timed, SMALL)
+    written(source, rows, at=[times[0][1:], *times[1:]])
+    with pytest.raises(ValueError, match="row 0: columns 'history' and 'at' have lists of other lengths"):
+        score_file(source, out, timed, replace(SMALL, timestamps="at"))
+
+
 @pytest.mark.parametrize("killed_at", [0, 1, 2, 3])
 def test_a_killed_run_goes_on_with_the_same_bytes(models, tmp_path, monkeypatch, killed_at):
     full, source = models[1][0], written(tmp_path / "in.parquet", histories(14))
@@ -104,6 +123,30 @@ def test_a_killed_run_goes_on_with_the_same_bytes(models, tmp_path, monkeypatch,
     monkeypatch.setattr(Predictor, "best_of", lambda self, *given: calls.append(1) or best(self, *given))
     score_file(source, out, full, SMALL)
     assert len(calls) == 7 - 2 * killed_at and digest(out) == digest(tmp_path / "whole.parquet")
+
+
+@pytest.mark.parametrize("inside", ["a part", "the output"])
+def test_a_run_killed_in_a_write_leaves_no_half_of_it(models, tmp_path, monkeypatch, inside):
+    full, source = models[1][0], written(tmp_path / "in.parquet", histories(14))
+    score_file(source, tmp_path / "whole.parquet", full, SMALL)
+    out, writes, write = tmp_path / "out.parquet", [], pq.ParquetWriter.write_table
+
+    def dies(writer, table, *given, **options):
+        write(writer, table, *given, **options)
+        writes.append(len(table))
+        if writes == (
+            [4, 4] if inside == "a part" else [4, 4, 4, 2, 4, 4]
+        ):  # of parts, and again of the output
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(pq.ParquetWriter, "write_table", dies)
+        with pytest.raises(KeyboardInterrupt):
+            score_file(source, out, full, SMALL)
+    whole = [*(tmp_path / ".out.parquet.parts").glob("*.parquet")]
+    assert not out.exists() and len(whole) == (1 if inside == "a part" else 4)
+    score_file(source, out, full, SMALL)
+    assert digest(out) == digest(tmp_path / "whole.parquet")
 
 
 def test_parts_of_another_run_are_refused(models, tmp_path, monkeypatch):
@@ -227,7 +270,6 @@ def test_a_source_that_changes_meanwhile_and_damaged_parts_are_named(models, tmp
         ([[1]], {}, ["--candidates", "history"], "named twice"),
         ([[1]], {"scores": [1.0]}, [], "has a column 'scores' already"),
         ([[1]], {}, ["--k", "61"], "error: k must be in [1, 59]"),
-        ([[1]], {"at": [[1, 2]]}, ["--timestamps", "at"], "lists of other lengths"),
     ],
 )
 def test_what_cannot_be_scored_is_named(models, tmp_path, rows, columns, options, says):

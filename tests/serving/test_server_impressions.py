@@ -31,6 +31,14 @@ def client(predictor, **settings):
     )
 
 
+def test_a_version_is_made_before_it_is_served(served, monkeypatch):
+    full, computed, own = served[0], [], Predictor.predict
+    monkeypatch.setattr(Predictor, "predict", lambda *given: computed.append(own(*given)) or computed[-1])
+    Served(lambda: full)
+    [found] = computed
+    assert found.shape == (1, len(full.manifest["dense"]["tasks"])) and bool(found.isfinite().all())
+
+
 def samples_of(batch, item=int):
     """The batch as JSON, sample by sample; without the samples that show nothing."""
     bags = [[]] * len(batch.timestamps)

@@ -54,6 +54,8 @@ class RowFile(RowStorage):
                 stacklevel=2,
             )
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no row tells of the next one
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._move(False, nothing, nothing, nothing)  # compiled here: no disk is called slow for that
 
     def grow(self, end: int) -> None:
         """Reserve space for rows below `end`, so that a full disk shows before a row depends on it."""

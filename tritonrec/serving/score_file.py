@@ -229,7 +229,11 @@ def _form(predictor: Predictor, config: ScoreConfig, schema: pa.Schema) -> Form:
     if kind == IMPRESSION:
         _check_used(config, {"history", "candidates"}, "a model of impressions")
         return _impressions(predictor, config, schema)
-    predictor.dense_of(NEXT_ITEM, "score")
+    timed = predictor.dense_of(NEXT_ITEM, "score")["timestamps"]
+    if config.timestamps and not timed:
+        raise ValueError("timestamps has no meaning with a model without times: leave it out")
+    if timed and not config.timestamps:
+        raise ValueError("this model goes by times: name the column of the histories' timestamps")
     histories = {"history", "timestamps", "candidates"}
     if config.candidates:
         _check_used(config, histories, "candidates")

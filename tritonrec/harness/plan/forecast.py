@@ -15,6 +15,8 @@ from ..train.run import Run
 from .trial import Rank
 
 COUNT_SECONDS = 20.0
+PLACE_BYTES = 8
+"""Of a row whose key is on disk: its place in memory, while these double."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,15 @@ class Forecast:
         half, keys = values // 2, tables - values
         size = ((left - keys) // self.replicas + ROW_BYTES * self.rows) // self.merged >> 20
         memory, share = (left - keys) // (len(self.ranks) * self.merged), (left - keys) / max(values, 1)
-        disk = (
-            f"{in_bytes(keys)} of keys alone do not fit: --disk-index-memory 1MiB, which puts them there too"
-        )
-        if memory > 0:
-            disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
+        disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
+        if memory < 1 << 20:
+            places = PLACE_BYTES * self.rows * self.replicas
+            memory = (left - places) // (len(self.ranks) * self.merged)
+            disk = f"{in_bytes(keys)} of keys alone do not fit"
+            if memory < 1 << 20:
+                disk += f", nor do {in_bytes(places)} of places of rows where keys are on disk, too"
+            else:
+                disk = f"--disk-memory {memory >> 20}MiB --disk-index-memory 1MiB, for {disk}"
         copies = [count for count in range(1, self.replicas) if self.replicas % count == 0]
         copies = [count for count in copies if tables * count <= left * self.replicas][-1:]
         return [

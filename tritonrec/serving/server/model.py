@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -258,6 +259,11 @@ def _first_answer(predictor: Predictor) -> None:
         pooled = {name for name in dense["features"] if features[name]["pooling"] != "none"}
         bag = Lookup(none[:0], none)
         predictor.clicks(given, {n: bag if n in pooled else none[:1] for n in dense["features"]})
+    else:
+        shown = SimpleNamespace(item=0, timestamp=0, genres=[])
+        context = dict.fromkeys(dense["context"], 0)
+        sample = SimpleNamespace(context=context, history=[], exposed=[shown])
+        predictor.predict(impressions_of([sample], dense, {}))
 
 
 def _parts(reads: Sequence[Read], sizes: Sequence[int]) -> Iterator[tuple[Read, slice]]:
