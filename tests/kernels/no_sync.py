@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
 from impls import GPU
-from triton.runtime.interpreter import InterpretedFunction
-
-sys.path.append(str(Path(__file__).parents[2] / "ci" / "emulator"))
 from pretended import Pretended, moved, pretended
+from triton.runtime.interpreter import InterpretedFunction
 
 
 class HostWaitsError(AssertionError):
