@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,11 +57,6 @@ def rewritten(page: str, text: str) -> str:
         there = posixpath.relpath(place(target_of(page, match[2])), posixpath.dirname(place(page)) or ".")
         return f"{match[1]}{there}{match[3]}"
 
-    return with_links(text, rewrite)
-
-
-def with_links(text: str, rewrite: Callable[[re.Match[str]], str]) -> str:
-    """A page whose links were rewritten, but for those in blocks of code."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):
         parts += [LINK.sub(rewrite, text[end : fence.start()]), fence[0]]

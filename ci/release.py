@@ -16,7 +16,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from docs_site import target_of, with_links
+from docs_site import FENCE, LINK, target_of
 
 from tritonrec.harness.report import contract_digest
 from tritonrec.version import __version__
@@ -33,7 +33,11 @@ def absolute(text: str, repository: str, tag: str) -> str:
         kind = "raw" if match[2].endswith((".png", ".svg")) else "blob"
         return f"{match[1]}{repository}/{kind}/{tag}/{target_of('README.md', match[2])}{match[3]}"
 
-    return with_links(text, rewrite)
+    parts, end = [], 0
+    for fence in FENCE.finditer(text):
+        parts += [LINK.sub(rewrite, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, LINK.sub(rewrite, text[end:])])
 
 
 def with_urls(pyproject: str, repository: str, tag: str) -> str:
