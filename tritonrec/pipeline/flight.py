@@ -15,9 +15,8 @@ objects share this, each for as long as it is there::
                             window 6 ------------.
                 |<------- one flight ----------->|<- the caller's turn: save, load, evaluate, change rates
 
-They are not one object. Tables and optimizers outlive a trainer and may have several, so that each carries
-the mark by which a second trainer is refused; and stages get the `Flight`, which calls the model, but not the
-queue, whose windows are still read and numbered by the caller's thread while they run.
+They are not one: tables and optimizers outlive a trainer and may have several, so each carries the mark by
+which the second is refused. Stages get the `Flight`, but not the queue that the caller's thread still fills.
 """
 
 from __future__ import annotations
