@@ -7,13 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compile_matrix
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILE = ROOT / "ci" / "compile"
-sys.path.insert(0, str(COMPILE))
-
-import compile_matrix  # noqa: E402
 
 # One kernel of integers, one of rows, one elementwise, one of matrix products, for the target of the H200.
 A_PART = "--targets", "sm_90", "--only"

@@ -6,17 +6,15 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import docs_site
 import pytest
 import yaml
 
 from tritonrec.harness.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ci"))
-import docs_site  # noqa: E402
 
 PAGES = [
     "README.md",

@@ -8,14 +8,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import first
+import launch_all
+import pipeline
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ci" / "gpu"))
-import first  # noqa: E402
-import launch_all  # noqa: E402
-import pipeline  # noqa: E402
 
 
 def script(*arguments, out, **more):

@@ -14,14 +14,13 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+import release
 import yaml
 
 from tritonrec.harness.cli import COMMANDS, load
 from tritonrec.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "ci"))
-import release  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

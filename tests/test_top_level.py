@@ -1,7 +1,5 @@
 """Promise: `import tritonrec` offers the names a user starts from, and loads their packages on first use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

@@ -11,8 +11,6 @@ every output is checked (`honest`). On a GPU a call is timed until it has finish
 `device_milliseconds`.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from statistics import median

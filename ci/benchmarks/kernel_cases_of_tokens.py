@@ -1,7 +1,5 @@
 """Cases of `bench_kernels` on tokens: layers, softmax attention, losses."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from kernel_cases import SEED, Case, case, close, moved, randn

@@ -127,7 +127,7 @@ def _note(tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
     return tensor
 
 
-def _moved(tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
+def moved(tensor: torch.Tensor, on_gpu: bool) -> torch.Tensor:
     """A copy in the other memory."""
     copy = tensor.clone()
     copy.untyped_storage().on_gpu = on_gpu
@@ -170,7 +170,7 @@ class _Calls(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             if is_on_gpu(args[0]):
                 raise RuntimeError("only tensors of the host can be pinned")
-            return _moved(args[0], False)
+            return moved(args[0], False)
         if func is torch.Tensor.is_pinned:
             return not is_on_gpu(args[0])
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and is_on_gpu(args[0]):
@@ -205,7 +205,7 @@ class _Calls(TorchFunctionMode):
         if device is not None and (torch.device(device).type == GPU.type) != is_on_gpu(tensor):
             if not non_blocking:
                 self.gpu.wait()
-            tensor = _moved(tensor, not is_on_gpu(tensor))
+            tensor = moved(tensor, not is_on_gpu(tensor))
         args = tuple(each for each in args if each is not None)
         return tensor.to(*args, **kwargs) if args or kwargs else tensor
 

@@ -5,12 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import intervals
+import triton_ir
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = ROOT / "ci" / "compile"
-sys.path.insert(0, str(COMPILE))
-
-import intervals  # noqa: E402
-import triton_ir  # noqa: E402
 
 __all__ = ["compiled", "intervals", "triton_ir"]
 

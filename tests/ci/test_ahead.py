@@ -6,15 +6,12 @@ import pickle
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
+import ahead
 import pytest
+from ahead import PROGRAMS, ROOT
 from numba.core.codegen import get_host_cpu_features
 from speeds import slow_except
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ci" / "compile"))
-import ahead
-from ahead import PROGRAMS, ROOT
 
 from tritonrec.kernels.kernel_cache import TARGETS, targets_of
 

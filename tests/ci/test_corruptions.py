@@ -1,20 +1,14 @@
 """The attack by damaged checkpoints finds nothing in the reader, and finds the reader without its checks."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
+import corruptions
 import pytest
+from damage import DAMAGES
 from speeds import slow_except
 
-ATTACK = Path(__file__).resolve().parents[2] / "ci" / "attack"
-sys.path.insert(0, str(ATTACK))
-
-import corruptions  # noqa: E402
-from damage import DAMAGES  # noqa: E402
-
-from tritonrec.checkpoint import manifest, reader  # noqa: E402
+from tritonrec.checkpoint import manifest, reader
 
 
 @pytest.fixture(scope="module")

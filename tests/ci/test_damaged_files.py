@@ -1,16 +1,11 @@
 """The attack by damaged files finds nothing in the readers, and finds a reader without its check."""
 
 import random
-import sys
-from pathlib import Path
-
-import pytest
-from speeds import slow_except
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci" / "attack"))
 
 import files
+import pytest
 from formats import FORMATS
+from speeds import slow_except
 
 from tritonrec.serving import exported_table
 

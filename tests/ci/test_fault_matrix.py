@@ -6,15 +6,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import fault_matrix
 import pytest
+from fault_matrix import FAULTS, IN_A_STAGE, Cell, cells, expected, run
+
+from tritonrec.distributed import RankDiedError, RankPool
 
 ATTACK = Path(__file__).resolve().parents[2] / "ci" / "attack"
-sys.path.insert(0, str(ATTACK))
-
-import fault_matrix  # noqa: E402
-from fault_matrix import FAULTS, IN_A_STAGE, Cell, cells, expected, run  # noqa: E402
-
-from tritonrec.distributed import RankDiedError, RankPool  # noqa: E402
 
 pytestmark = [
     pytest.mark.multi_rank,

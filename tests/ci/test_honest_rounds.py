@@ -1,20 +1,18 @@
 """Promise: what surrounds a timing is outside of it, sees all inputs and outputs, and every suite has it."""
 
 import ast
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import honest
+import kernel_cases
+import kernel_cases_of_rows  # noqa: F401  fills the cases, as the next one does
+import kernel_cases_of_tokens  # noqa: F401
 import numpy as np
 import pytest
 import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "ci" / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-import honest  # noqa: E402
-import kernel_cases  # noqa: E402
-import kernel_cases_of_rows  # noqa: E402, F401  fills the cases, as the next one does
-import kernel_cases_of_tokens  # noqa: E402, F401
 
 VALUES = torch.arange(12.0)
 

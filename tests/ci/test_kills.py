@@ -1,7 +1,5 @@
 """Promise: the attack by kills finds what is left behind, and finds nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import sys

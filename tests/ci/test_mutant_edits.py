@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import run
+from edits import is_one, mutants_of
+from run import EQUIVALENT
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci" / "mutants"))
-
-import run  # noqa: E402
-from edits import is_one, mutants_of  # noqa: E402
-from run import EQUIVALENT  # noqa: E402
 
 SOURCE = '''
 """A module."""

@@ -1,8 +1,6 @@
 """Promise: what the runs of `make papers` compare is what they name: stale rows, remapped ids, techniques."""
 
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from tritonrec.pipeline import Trainer, WindowConfig
 from tritonrec.pipeline.places import Buffer, OwnedRows
 from tritonrec.pipeline.stage import Read
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci" / "benchmarks"))
 curves = import_module("consistency_curves")
 mch = import_module("bench_mch")
 simulate_grm = import_module("simulate_grm")

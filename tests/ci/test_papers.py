@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from tritonrec.harness.papers import computed, runs
 from tritonrec.harness.papers.page import PAGE as PACKAGED
 from tritonrec.harness.papers.page import between, rows_of, with_figures
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
 papers = import_module("papers")
 
 RECORD = json.loads(papers.RECORD.read_text())

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,9 +15,6 @@ from tritonrec.data import NextItemLoader, evaluate
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = "zipf:users=30,items=60,seed=2"
-
-
-sys.path.insert(0, str(ROOT / "ci" / "benchmarks"))
 
 
 @pytest.fixture

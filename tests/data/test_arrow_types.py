@@ -1,8 +1,6 @@
 """A column of a log means the same whatever Arrow type it has, or is refused with its row."""
 
 # ruff: noqa: E501 - a case is a line
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq

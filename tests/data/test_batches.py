@@ -1,7 +1,5 @@
 """Every kind of batch keeps each row with its sample when cut, joined and moved; bad fields are named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

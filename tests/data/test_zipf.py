@@ -1,7 +1,5 @@
 """The synthetic log has the popularity, the lengths and the ids that its options ask for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Promise: a process knows its rank by the variables of torchrun, SLURM and MPI; a doubt is an error."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

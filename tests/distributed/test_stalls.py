@@ -1,7 +1,5 @@
 """Promise: a rank that stands still is named within a bounded time, with its stage, also while it saves."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,17 +1,13 @@
 """Promise: whoever reads cached rows while a lookup moves them gets their values."""
 
 import random
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from pretended import GPU, pretended, without_kernels
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
-from pretended import GPU, pretended, without_kernels  # noqa: E402
-
-from tritonrec.embedding import (  # noqa: E402
+from tritonrec.embedding import (
     DynamicTable,
     Eviction,
     FeatureConfig,
@@ -22,9 +18,9 @@ from tritonrec.embedding import (  # noqa: E402
     cached_storage,
     row_storage,
 )
-from tritonrec.embedding.cached_storage import CachedStorage, HostCachedStorage, HostStorage  # noqa: E402
-from tritonrec.embedding.row_storage import RowStorage, TieredStorage  # noqa: E402
-from tritonrec.embedding.shared_state import RowColumn  # noqa: E402
+from tritonrec.embedding.cached_storage import CachedStorage, HostCachedStorage, HostStorage
+from tritonrec.embedding.row_storage import RowStorage, TieredStorage
+from tritonrec.embedding.shared_state import RowColumn
 
 CACHES = {
     "ring": lambda rows, width=2: CachedStorage(RowStorage(2, width, 4), rows),

@@ -1,7 +1,6 @@
 """A key index is a dict from key to handle, while it grows and rehashes bit by bit as well."""
 
 import os
-import sys
 from pathlib import Path
 from tempfile import gettempdir
 from typing import ClassVar
@@ -19,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from murmur_inverse import key_with_hash
 from speeds import examples
 
 from tritonrec.embedding import key_index, pools
@@ -27,9 +27,6 @@ from tritonrec.embedding.index_file import IndexFile
 from tritonrec.embedding.key_index import KeyIndex
 from tritonrec.kernels import murmur
 from tritonrec.kernels.hash_table import op
-
-sys.path.append(str(Path(__file__).parent.parent / "kernels"))
-from murmur_inverse import key_with_hash
 
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, -2, -3]
 # forty keys whose searches begin at two groups, whatever the size, and go on with two different steps

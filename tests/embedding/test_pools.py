@@ -1,26 +1,22 @@
 """Promise: numbers that only a device knows are those of the host, or bounds of them, without a wait."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pretended import GPU, pretended
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
-from pretended import GPU, pretended  # noqa: E402
-
-from tritonrec.embedding.device_index import DeviceIndex  # noqa: E402
-from tritonrec.embedding.pools import (  # noqa: E402
+from tritonrec.embedding.device_index import DeviceIndex
+from tritonrec.embedding.pools import (
     MAX_ROWS,
     Arriving,
     DeviceNumbers,
     DevicePool,
     IndexPool,
 )
-from tritonrec.pipeline.places import Common  # noqa: E402
+from tritonrec.pipeline.places import Common
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.booleans(), min_size=1, max_size=9)), max_size=12))

@@ -3,6 +3,8 @@
 Each body is compiled: of every kind of fault one is quick.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from ptx_kit import run, thread_address
@@ -29,22 +31,18 @@ def zeros(count=256, dtype=torch.int32):
     return torch.zeros(count, dtype=dtype)
 
 
-def each_seed(body, tensors, **options):
-    """Run in many orders; tensors are as before at each."""
+def each_seed(body, tensors, ends=nullcontext, **options):
+    """Run in many orders, each of which `ends` so; tensors are as before at each."""
     before = [t.clone() for t in tensors]
     for seed in SEEDS:
         for tensor, content in zip(tensors, before, strict=True):
             tensor.copy_(content)
-        run(body, tensors, settings=Emulation(seed=seed), **options)
-
-
-def found_in_each_seed(error, match, body, tensors, **options):
-    before = [t.clone() for t in tensors]
-    for seed in SEEDS:
-        for tensor, content in zip(tensors, before, strict=True):
-            tensor.copy_(content)
-        with pytest.raises(error, match=match):
+        with ends():
             run(body, tensors, settings=Emulation(seed=seed), **options)
+
+
+def found_in_each_seed(error, match, *given, **options):
+    each_seed(*given, **options, ends=lambda: pytest.raises(error, match=match))
 
 
 # each thread writes its number to shared memory and reads that of its neighbour in the other warp

@@ -4,24 +4,19 @@
 stand-in for an accelerator's.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from pretended import pretended
+from speeds import slow_except
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "ci" / "emulator")]
-from pretended import pretended  # noqa: E402
-from speeds import slow_except  # noqa: E402
-
-from tritonrec.data import NextItemLoader, load  # noqa: E402
-from tritonrec.distributed import Communicators  # noqa: E402
-from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, RowOptimizer  # noqa: E402
-from tritonrec.harness.emulator.graph import EmulatedRecorder  # noqa: E402
-from tritonrec.harness.job import dense_optimizer  # noqa: E402
-from tritonrec.kernels import dispatch  # noqa: E402
-from tritonrec.kernels.deferred import DeferredErrors  # noqa: E402
-from tritonrec.nn import (  # noqa: E402
+from tritonrec.data import NextItemLoader, load
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import FeatureConfig, HashTableCollection, Placement, RowOptimizer
+from tritonrec.harness.emulator.graph import EmulatedRecorder
+from tritonrec.harness.job import dense_optimizer
+from tritonrec.kernels import dispatch
+from tritonrec.kernels.deferred import DeferredErrors
+from tritonrec.nn import (
     HSTU,
     Dropout,
     FuXi,
@@ -33,9 +28,9 @@ from tritonrec.nn import (  # noqa: E402
     scaled_dot_product_attention,
     sum_by_sample,
 )
-from tritonrec.ops import ExactSumError, use_impl  # noqa: E402
-from tritonrec.pipeline import ExchangeConfig, MicroBatchGraphs, Trainer, WindowConfig  # noqa: E402
-from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch  # noqa: E402
+from tritonrec.ops import ExactSumError, use_impl
+from tritonrec.pipeline import ExchangeConfig, MicroBatchGraphs, Trainer, WindowConfig
+from tritonrec.pipeline.model_call import CallerSettings, train_micro_batch
 
 pytestmark = pytest.mark.skipif(dispatch.emulated is None, reason="needs pytest --emulate")
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9, dropout=0.0)

@@ -13,16 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainer_parts
+from pretended import pretended, without_kernels
+from speeds import slow_except
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci" / "emulator"), str(ROOT / "tests" / "pipeline")]
-
-import trainer_parts  # noqa: E402
-from pretended import pretended, without_kernels  # noqa: E402
-from speeds import slow_except  # noqa: E402
-
-from tritonrec.distributed import Communicators  # noqa: E402
-from tritonrec.embedding import (  # noqa: E402
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import (
     Eviction,
     FeatureConfig,
     HashTableCollection,
@@ -31,15 +27,17 @@ from tritonrec.embedding import (  # noqa: E402
     RowOptimizer,
     TablePolicy,
 )
-from tritonrec.harness.job import dense_optimizer  # noqa: E402
-from tritonrec.harness.verify.thread_ranks import run_ranks  # noqa: E402
-from tritonrec.pipeline import ExchangeConfig, StageFailedError, Trainer, WindowConfig  # noqa: E402
-from tritonrec.pipeline.places import Embeddings  # noqa: E402
-from tritonrec.pipeline.stage import Read  # noqa: E402
-from tritonrec.pipeline.sums import Sent, Sums  # noqa: E402
-from tritonrec.pipeline.window import Window  # noqa: E402
-from tritonrec.serving.cached.pages import Pages  # noqa: E402
-from tritonrec.settings import with_values  # noqa: E402
+from tritonrec.harness.job import dense_optimizer
+from tritonrec.harness.verify.thread_ranks import run_ranks
+from tritonrec.pipeline import ExchangeConfig, StageFailedError, Trainer, WindowConfig
+from tritonrec.pipeline.places import Embeddings
+from tritonrec.pipeline.stage import Read
+from tritonrec.pipeline.sums import Sent, Sums
+from tritonrec.pipeline.window import Window
+from tritonrec.serving.cached.pages import Pages
+from tritonrec.settings import with_values
+
+ROOT = Path(__file__).resolve().parents[2]
 
 STEPS, MEASURED = 4, 2
 WITHOUT = (

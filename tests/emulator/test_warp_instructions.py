@@ -141,6 +141,24 @@ def test_matrices_in_shared_memory(number, transposed):
 HALVES = [("bf16", torch.bfloat16), ("f16", torch.float16)]
 
 
+def check_mma(kind, fragments, expected):
+    """What each lane gets of A B + C, whose `fragments` are four, two and four registers of it."""
+    out = torch.zeros(32, 4)
+    body = (
+        thread_address("%rd0", 40)
+        + "".join(f"\tld.global.b32 %r{60 + i}, [%rd200+{4 * i}];\n" for i in range(10))
+        + f"\tmma.sync.aligned.{kind} {{%r80, %r81, %r82, %r83}}, "
+        "{%r60, %r61, %r62, %r63}, {%r64, %r65}, {%r66, %r67, %r68, %r69};\n"
+        + thread_address("%rd1", 16)
+        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
+    )
+    run(body, [fragments, out])
+    for lane in range(32):
+        for i in range(4):
+            want = expected[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2].float()
+            assert abs(out[lane, i] - want) <= 1.2e-7 * abs(want) + 1e-12
+
+
 @pytest.mark.parametrize(("kind", "dtype"), HALVES)
 def test_mma_is_a_product_of_matrices(kind, dtype):
     """Fragments as in the PTX ISA, "Matrix fragments for mma.m16n8k16"."""
@@ -161,21 +179,7 @@ def test_mma_is_a_product_of_matrices(kind, dtype):
         fragments[lane, 6:] = torch.stack([c[group + 8 * (i // 2), 2 * quad + i % 2] for i in range(4)]).view(
             torch.int32
         )
-    out = torch.zeros(32, 4)
-    body = (
-        thread_address("%rd0", 40)
-        + "".join(f"\tld.global.b32 %r{60 + i}, [%rd200+{4 * i}];\n" for i in range(10))
-        + f"\tmma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{%r80, %r81, %r82, %r83}}, "
-        "{%r60, %r61, %r62, %r63}, {%r64, %r65}, {%r66, %r67, %r68, %r69};\n"
-        + thread_address("%rd1", 16)
-        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
-    )
-    run(body, [fragments, out])
-    expected = (c.double() + a.double() @ b.double()).float()
-    for lane in range(32):
-        for i in range(4):
-            want = expected[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2]
-            assert abs(out[lane, i] - want) <= 1.2e-7 * abs(want) + 1e-12
+    check_mma(f"m16n8k16.row.col.f32.{kind}.{kind}.f32", fragments, c.double() + a.double() @ b.double())
 
 
 def swizzled(row, column, pitch):
@@ -203,21 +207,7 @@ def test_mma_of_tf32_is_a_product_of_matrices_whose_lowest_bits_are_ignored():
             fragments[lane, 6 + i] = c[group + 8 * (i // 2), 2 * quad + i % 2]
         for i in range(2):
             fragments[lane, 4 + i] = b[quad + 4 * i, group]
-    out = torch.zeros(32, 4)
-    body = (
-        thread_address("%rd0", 40)
-        + "".join(f"\tld.global.b32 %r{60 + i}, [%rd200+{4 * i}];\n" for i in range(10))
-        + "\tmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r80, %r81, %r82, %r83}, "
-        "{%r60, %r61, %r62, %r63}, {%r64, %r65}, {%r66, %r67, %r68, %r69};\n"
-        + thread_address("%rd1", 16)
-        + "\tst.global.v4.b32 [%rd200], {%r80, %r81, %r82, %r83};\n"
-    )
-    run(body, [fragments, out])
-    expected = (c.double() + cut(a) @ cut(b)).float()
-    for lane in range(32):
-        for i in range(4):
-            want = expected[lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2]
-            assert abs(out[lane, i] - want) <= 1.2e-7 * abs(want) + 1e-12
+    check_mma("m16n8k8.row.col.f32.tf32.tf32.f32", fragments, c.double() + cut(a) @ cut(b))
 
 
 def multiplied_by_a_warp_group(words, d, pitch, start_b, instruction, keep=True, fragments=None):

@@ -1,7 +1,5 @@
 """`tritonrec doctor` passes here, and fails where a matmul breaks the promise."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

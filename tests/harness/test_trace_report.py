@@ -1,7 +1,5 @@
 """`tritonrec trace` says what a trace shows, and fails when the schedule was not kept."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -2,9 +2,9 @@
 
 import time
 from dataclasses import replace
-from random import Random
 
 import pytest
+from test_digests import write_ratings
 
 from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
@@ -117,15 +117,7 @@ def test_an_update_cannot_be_resumed_in_its_middle(job, tmp_path):
 
 @pytest.mark.if_changed
 def test_grm_trains_alike_merged_or_not_at_any_world_size(pool, job, tmp_path):
-    log = tmp_path / "ratings.csv"
-    random = Random(5)
-    rows = [
-        f"{user},{random.randint(0, 40)},{time},{random.randint(1, 5)}"
-        for user in range(30)
-        for time in range(random.randint(4, 25))
-    ]
-    log.write_text("\n".join(["user,item,timestamp,rating", *rows]))
-    grm = replace(job, data=f"csv:{log}", model="grm", max_exposed=3)
+    grm = replace(job, data=write_ratings(tmp_path), model="grm", max_exposed=3)
     expected = train(
         Communicators.local(),
         Run(replace(grm, merge=False), "reference", WindowConfig(1), steps=6),

@@ -3,13 +3,13 @@
 import gc
 import weakref
 
-import no_sync
 import pytest
 import torch
 from impls import GPU, IMPLS, TRITON
+from no_sync import no_sync, on_device
 from speeds import slow_except
 
-from tritonrec.kernels import address_table, chunked_rows, dispatch
+from tritonrec.kernels import address_table, chunked_rows
 from tritonrec.kernels.address_table import addresses
 from tritonrec.kernels.chunked_rows import LOW, Chunks, op
 
@@ -218,13 +218,13 @@ def test_locations_beyond_the_chunks_are_left_out_on_a_device(locations, tiers, 
 
 
 @pytest.mark.interpreter
-def test_the_host_does_not_wait(monkeypatch):
+def test_the_host_does_not_wait():
     rows, locations, values = Rows((5, 3, 4), 20, "triton"), some_locations(20, 30), torch.ones(30, 4)
-    locations, values = locations.to(DEVICE), values.to(DEVICE)
-    monkeypatch.setattr(op, "on_host", dispatch.on_host if GPU else lambda tensor: False)
-    with no_sync.no_sync():
-        chunked_rows.write_rows(rows.places, locations, values, impl="triton")
-        got = chunked_rows.read_rows(rows.places, locations, values.clone(), impl="triton")
+    full, low = (on_device(each) for each in rows.places[:2])
+    places, locations, values = Chunks(full, low, *rows.places[2:]), on_device(locations), on_device(values)
+    with no_sync():
+        chunked_rows.write_rows(places, locations, values, impl="triton")
+        got = chunked_rows.read_rows(places, locations, values.clone(), impl="triton")
         exact = chunked_rows.fits(values, 3, impl="triton")
     assert torch.equal(got, values) and bool(exact.all())
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from conformance.guarded_memory import guarded_memory
 from float_error import assert_error_at_most_twice
-from poison import poisoned_memory
 
 EXACT = torch.tensor([[1.0, -8.0], [0.5, 3.0]], dtype=torch.float64)
 OFF = torch.tensor([[0.0, 1e-3], [0.0, 0.0]])
@@ -44,7 +44,7 @@ def test_another_shape_fails_and_nothing_passes():
 
 
 def test_memory_that_nobody_wrote_is_seen():
-    with poisoned_memory():
+    with guarded_memory():
         like = torch.zeros(3)
         for made in (
             torch.empty(3),
@@ -55,3 +55,5 @@ def test_memory_that_nobody_wrote_is_seen():
             assert made.isnan().all()
         assert torch.empty(2, dtype=torch.int64).tolist() == [77, 77]
         assert torch.empty(2, dtype=torch.bool).all()
+    with pytest.raises(AssertionError, match="bytes around a tensor of 4 bytes"), guarded_memory():
+        torch.empty(1, dtype=torch.float32).as_strided((2,), (1,)).fill_(1.0)

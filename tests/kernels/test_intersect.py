@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from conformance.guarded_memory import guarded_memory
 from impls import IMPLS, on
 from murmur_inverse import key_with_hash
-from poison import poisoned_memory
 
 from tritonrec.kernels.intersect.op import intersect
 
@@ -82,7 +82,7 @@ def test_what_lies_beyond_a_buffer_is_not_in_it(impl):
 def test_repeated_keys_give_positions_of_equal_keys_and_no_more_than_there_is_room_for(impl, left, right):
     left, right = on(impl, torch.tensor(left)), on(impl, torch.tensor(right))
     for padded in (False, True):
-        with poisoned_memory():
+        with guarded_memory():
             in_left, in_right, *count = intersect(left, right, impl=impl, padded=padded)
         if padded:
             assert len(in_left) == len(in_right) == min(len(left), len(right)) >= int(count[0]) > 0

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from conformance.guarded_memory import guarded_memory
 from impls import IMPLS, TRITON, on
-from poison import poisoned_memory
 
 from tritonrec.kernels.fixed_point.errors import ExactSumError
 from tritonrec.kernels.fixed_point.op import to_fixed_point
@@ -111,14 +111,14 @@ def test_equals_the_reference(impl, count, dim):
     values = mixed(12, dim, seed=count)
     rows = torch.from_numpy(np.random.default_rng(1).integers(0, 12, count))
     expected = pack_rows(values, rows, impl="reference")
-    with poisoned_memory():
+    with guarded_memory():
         got = pack_rows(on(impl, values), on(impl, rows), impl=impl)
     assert torch.equal(got[0].cpu(), expected[0]) and torch.equal(got[1].cpu(), expected[1])
     assert got[1].is_contiguous() and got[1].device == on(impl, values).device
     segments = torch.randperm(count + 3, generator=torch.Generator().manual_seed(2))[:count]
     out = torch.full((count + 3, dim), -5)
     out[segments] = 0
-    with poisoned_memory():
+    with guarded_memory():
         added = add_packed_rows(on(impl, out), on(impl, segments), *got, impl=impl).cpu()
     out[segments] = values[rows]
     assert torch.equal(added, out)

@@ -2,11 +2,11 @@
 
 import functools
 import re
-import sys
-from pathlib import Path
 
+import ahead
 import pytest
 import torch
+from ahead import PROGRAMS
 from speeds import slow_except
 
 from tritonrec import ops
@@ -14,10 +14,6 @@ from tritonrec.kernels.hstu_attention import numba_attention
 from tritonrec.kernels.linear import numba_linear
 from tritonrec.kernels.relative_aggregate import numba_relative
 from tritonrec.kernels.softmax_attention import numba_softmax_attention
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "ci" / "compile"))
-import ahead
-from ahead import PROGRAMS
 
 UNIQUE, ATTENTION, _, EVERY_OP, TRAINING = PROGRAMS.values()
 OTHERS = {

@@ -1,17 +1,12 @@
 """Tests of models share the rule for float errors with those of kernels, and single ops with ci."""
 
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
 
 from tritonrec import ops
 from tritonrec.nn import GradientAccumulator
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / "kernels"), str(ROOT / "ci" / "benchmarks")]
 
 
 @pytest.fixture

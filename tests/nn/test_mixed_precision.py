@@ -65,20 +65,6 @@ def test_a_fused_layer_has_the_bits_of_its_single_steps(name, bits, dtype):
     assert not torch.equal(got["out"], run(layer, x, tokens, bits)["out"])
 
 
-def exactly(ours, x, dy, cut):
-    """Results of each sample, and exact sums, of a module that computes the batches of a cut."""
-    accumulator, found = nn.GradientAccumulator(ours), {}
-    numbers = torch.arange(len(x))
-    with accumulator.active():
-        for members in cut:
-            at = torch.tensor(members)
-            with nn.samples(ours, numbers[at], None, seed=3):
-                y, *gradients = plain.run(ours, x[at], dy[at])
-            for place, sample in enumerate(members):
-                found[sample] = [y[place], *(gradient[place] for gradient in gradients)]
-    return found, accumulator.take()
-
-
 FLOAT32 = {
     "layer_norm", "layer_norm_eps", "layer_norm_plain", "rms_norm", "rms_norm_plain", "embedding",
     "embedding_padding", "silu", "gelu", "gelu_tanh", "gelu_of_one", "sigmoid", "gru", "gru_layers",
@@ -94,10 +80,10 @@ def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name, dtype):
         y = ours(x)
         assert y.dtype == (torch.float32 if name in FLOAT32 else dtype)
         dy = plain.cotangent(y)
-        whole, sums = exactly(ours, x, dy, [range(len(x))])
+        whole, sums = plain.exactly(ours, x, dy, [range(len(x))])
         assert all(each.any() for each in sums.values())
         for cut in ([[1, 2, 3], [4, 0]], [[4, 3, 2, 1, 0]], [[each] for each in range(len(x))]):
-            found, others = exactly(ours, x, dy, cut)
+            found, others = plain.exactly(ours, x, dy, cut)
             for sample, values in found.items():
                 assert all(map(torch.equal, values, whole[sample])), (cut, sample)
             fused.assert_equal(others, sums, str(cut))

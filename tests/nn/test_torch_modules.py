@@ -148,32 +148,33 @@ def test_state_dict_goes_both_ways(name):
         assert torch.equal(fresh[key], tensor), f"{key} starts otherwise"
 
 
+def exactly(ours, x, dy, cut):
+    """Results of each sample, and exact sums, of a module that computes the batches of a cut."""
+    accumulator, found = nn.GradientAccumulator(ours), {}
+    numbers = torch.arange(len(x))
+    with accumulator.active():
+        for members in cut:
+            at = torch.tensor(members)
+            with nn.samples(ours, numbers[at], None, seed=3):
+                y, *gradients = run(ours, x[at], dy[at])
+            for place, sample in enumerate(members):
+                found[sample] = [y[place], *(gradient[place] for gradient in gradients)]
+    return found, accumulator.take()
+
+
 SUBSETS = [[2], [4, 0], [1, 2, 3], [4, 3, 2, 1, 0]]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_sample_keeps_its_bits_and_parameters_their_exact_sums(name):
     _, ours, x = pair(name)
-    numbers, dy = torch.arange(B), cotangent(ours(x))
-
-    def exactly(cut):
-        accumulator = nn.GradientAccumulator(ours)
-        found = {}
-        with accumulator.active():
-            for members in cut:
-                at = torch.tensor(members)
-                with nn.samples(ours, numbers[at], None, seed=3):
-                    y, *gradients = run(ours, x[at], dy[at])
-                for place, sample in enumerate(members):
-                    found[sample] = [y[place], *(gradient[place] for gradient in gradients)]
-        return found, accumulator.take()
-
-    whole, sums = exactly([range(B)])
+    dy = cotangent(ours(x))
+    whole, sums = exactly(ours, x, dy, [range(B)])
     if any(parameter.requires_grad for parameter in ours.parameters()):
         assert sums and all(each.any() for each in sums.values())
     for subset in SUBSETS:
         rest = [[sample] for sample in range(B) if sample not in subset]
-        found, others = exactly([subset, *rest])
+        found, others = exactly(ours, x, dy, [subset, *rest])
         for sample, values in found.items():
             assert all(map(torch.equal, values, whole[sample])), (name, subset, sample)
         for key, value in sums.items():

@@ -7,8 +7,6 @@
 - `Recorder.touched` has every declared access that happened.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from dataclasses import fields, is_dataclass, replace

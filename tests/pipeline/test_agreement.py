@@ -1,7 +1,5 @@
 """Promise: ranks that differ in model, settings or batches get one error on every rank that says in what."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace

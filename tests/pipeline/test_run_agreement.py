@@ -1,7 +1,5 @@
 """Promise: what one rank alone changes between runs and in one is named on every rank, with the step."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from datetime import timedelta

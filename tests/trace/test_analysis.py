@@ -1,7 +1,5 @@
 """Made spans with known overlaps give the known figures, and a trace that breaks an edge goes red."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import get_args
 

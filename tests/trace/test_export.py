@@ -1,7 +1,5 @@
 """The picture shows every lane that worked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy

@@ -7,7 +7,6 @@ are, `context` tells. Parameters are float32, whatever torch's default is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +31,7 @@ def refuse(module: str, **options: object) -> None:
             raise ValueError(f"nn.{module} has no {name}={value!r}")
 
 
-class Linear(torch.nn.Module):
+class Linear(torch.nn.Linear):
     """``x @ weight.T + bias``, as ``torch.nn.Linear``, with rows that do not depend on the batch.
 
     Args:
@@ -40,18 +39,7 @@ class Linear(torch.nn.Module):
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None):
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = new_parameter(out_features, in_features, device=device, dtype=dtype)
-        self.bias = new_parameter(out_features, device=device, dtype=dtype) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """torch's: uniform within in_features ** -0.5."""
-        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = max(self.in_features, 1) ** -0.5
-            torch.nn.init.uniform_(self.bias, -bound, bound)
+        super().__init__(in_features, out_features, bias, device, dtype or torch.float32)
 
     def forward(self, x: torch.Tensor, seq_offsets: torch.Tensor | None = None) -> torch.Tensor:
         """(..., in) -> (..., out); `seq_offsets` (B + 1,) tell which rows of an (L, in) are one sample's."""
@@ -62,9 +50,6 @@ class Linear(torch.nn.Module):
         y = ops.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias, seq_offsets)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
-
 
 def _last_dimension(module: str, normalized_shape: int | Sequence[int]) -> int:
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
@@ -73,7 +58,7 @@ def _last_dimension(module: str, normalized_shape: int | Sequence[int]) -> int:
     return shape[0]
 
 
-class LayerNorm(torch.nn.Module):
+class LayerNorm(torch.nn.LayerNorm):
     """``torch.nn.LayerNorm`` over the last dimension."""
 
     def __init__(
@@ -85,20 +70,9 @@ class LayerNorm(torch.nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
         check_number("eps", eps)
         dim = _last_dimension("LayerNorm", normalized_shape)
-        self.normalized_shape, self.eps, self.elementwise_affine = (dim,), eps, elementwise_affine
-        self.weight = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine else None
-        self.bias = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine and bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Ones and zeros."""
-        if self.weight is not None:
-            torch.nn.init.ones_(self.weight)
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
+        super().__init__(dim, eps, elementwise_affine, bias, device, dtype or torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim) -> (..., dim)."""
@@ -109,11 +83,8 @@ class LayerNorm(torch.nn.Module):
         )
         return y if x.dim() == 2 else y.view(x.shape)
 
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
-
-class RMSNorm(torch.nn.Module):
+class RMSNorm(torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` over the last dimension."""
 
     def __init__(
@@ -124,17 +95,9 @@ class RMSNorm(torch.nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
         check_number("eps", eps or 0.0)
         dim = _last_dimension("RMSNorm", normalized_shape)
-        self.normalized_shape, self.eps, self.elementwise_affine = (dim,), eps, elementwise_affine
-        self.weight = new_parameter(dim, device=device, dtype=dtype) if elementwise_affine else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Ones."""
-        if self.weight is not None:
-            torch.nn.init.ones_(self.weight)
+        super().__init__(dim, eps, elementwise_affine, device, dtype or torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim) -> (..., dim); float32 inside, and under autocast the result too."""
@@ -148,11 +111,8 @@ class RMSNorm(torch.nn.Module):
         y = y if self.weight is None else y * expand(self.weight, rows.shape[0])
         return y.to(torch.float32 if autocast_dtype(x.device) else x.dtype).view(x.shape)
 
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
-
-class Embedding(torch.nn.Module):
+class Embedding(torch.nn.Embedding):
     """``torch.nn.Embedding``: a learned row for each of a few ids, such as positions or categories.
 
     An id table that grows, is sharded or has a sparse optimizer is a feature (`tritonrec.embedding`).
@@ -172,26 +132,13 @@ class Embedding(torch.nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
         refuse("Embedding", max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
-        if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(f"padding_idx {padding_idx} is outside [0, {num_embeddings})")
-            padding_idx %= num_embeddings
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        if _weight is None:
-            self.weight = new_parameter(num_embeddings, embedding_dim, device=device, dtype=dtype)
-            self.reset_parameters()
-        else:
-            self.weight = torch.nn.Parameter(_weight)
-        self.weight.requires_grad_(not _freeze)
-
-    def reset_parameters(self) -> None:
-        """torch's: normal with deviation 1, and a zero row of padding."""
-        torch.nn.init.normal_(self.weight)
-        if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx].fill_(0)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is outside [0, {num_embeddings})")
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, _weight=_weight, _freeze=_freeze, device=device,
+            dtype=dtype or torch.float32,
+        )  # fmt: skip
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(...) int64 or int32 -> (..., dim). The row of `padding_idx` gets no gradient.
@@ -209,9 +156,6 @@ class Embedding(torch.nn.Module):
         if self.padding_idx is not None:
             rows = torch.where((ids.reshape(-1) == self.padding_idx)[:, None], rows.detach(), rows)
         return rows.view(*ids.shape, self.embedding_dim)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
 
 
 class Dropout(torch.nn.Module):
@@ -268,18 +212,11 @@ class GELU(torch.nn.Module):
         return gelu(x, self.approximate == "tanh")
 
 
-class PReLU(torch.nn.Module):
+class PReLU(torch.nn.PReLU):
     """``torch.nn.PReLU``: x where it is positive, else weight * x; channels are dimension 1, as there."""
 
     def __init__(self, num_parameters: int = 1, init: float = 0.25, device=None, dtype=None):
-        super().__init__()
-        self.num_parameters, self.init = num_parameters, init
-        self.weight = new_parameter(num_parameters, device=device, dtype=dtype)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """All `init`."""
-        torch.nn.init.constant_(self.weight, self.init)
+        super().__init__(num_parameters, init, device, dtype or torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, C, ...) -> the same, C being any number for one weight, else that of weights."""
@@ -290,9 +227,6 @@ class PReLU(torch.nn.Module):
         else:
             slope = expand(self.weight, x.shape[0], *x.shape[2:]).movedim(-1, 1)
         return torch.where(x > 0, x, slope.to(x.dtype) * x)
-
-    def extra_repr(self) -> str:
-        return f"num_parameters={self.num_parameters}"
 
 
 class Sigmoid(torch.nn.Module):

@@ -123,7 +123,7 @@ class DenseModel:
 
         Raises RuntimeError for a parameter that was changed while windows are in flight.
         """
-        self._check("a step")
+        self.check_idle("a step")
         self.check_unchanged()
         self.check_settings()
         validate_numbers(self.optimizers)
@@ -242,7 +242,7 @@ class DenseModel:
         ``average/NAME`` its average. They share the memory of model and optimizer; those of sharded
         parameters are `DTensor`. ``scaler/scale`` and ``scaler/growth_tracker`` are () float64.
         """
-        self._check("reading the state")
+        self.check_idle("reading the state")
         found = {name: parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             state = self._state_of(parameter).items()
@@ -265,7 +265,7 @@ class DenseModel:
         In the optimizers' the parameters' names stand in place of their numbers. Sharded tensors are whole
         in it, on every rank, as those of a model that was never sharded; then it is collective.
         """
-        self._check("state_dict")
+        self.check_idle("state_dict")
         parts: dict[str, Any] = {"model": dict(self.model.state_dict()), "optimizers": []}
         for optimizer in self.optimizers:
             names, packed = self._names_in_order(optimizer), optimizer.state_dict()
@@ -279,7 +279,7 @@ class DenseModel:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a state that `load_state_dict` does not take; nothing is changed."""
-        self._check("load_state_dict")
+        self.check_idle("load_state_dict")
         own = self.state_dict()
         validate_state(state, own)
         for optimizer, packed in zip(self.optimizers, state["optimizers"], strict=True):
@@ -325,11 +325,12 @@ class DenseModel:
 
     def check_idle(self, action: str) -> None:
         """Raise RuntimeError while windows are in flight."""
-        self._check(action)
+        for guard in self.in_flight:
+            guard.check(action)
 
     def load_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give parameters and buffers, and the average of them, other values by name."""
-        self._check("load_parameters")
+        self.check_idle("load_parameters")
         for module in (self.model, *([self.average.module] if self.average is not None else [])):
             own = dict(module.state_dict()) if self.shards is None else self.shards.whole(module.state_dict())
             self._load_module(module, {**own, **values})
@@ -339,10 +340,6 @@ class DenseModel:
             held = module.state_dict()
             state = {name: self.shards.own_state(state[name], own) for name, own in held.items()}
         module.load_state_dict(state)
-
-    def _check(self, action: str) -> None:
-        for guard in self.in_flight:
-            guard.check(action)
 
     def _state_of(self, parameter: Parameter) -> Mapping[str, Any]:
         """What its optimizer keeps for a parameter."""

@@ -14,6 +14,9 @@ objects share this, each for as long as it is there::
                       window 5 ------------.
                             window 6 ------------.
                 |<------- one flight ----------->|<- the caller's turn: save, load, evaluate, change rates
+
+They are not one: tables and optimizers outlive a trainer and may have several, so each carries the mark by
+which the second is refused. Stages get the `Flight`, but not the queue that the caller's thread still fills.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Lanes, and the tuples that a `Recorder` collects and the writer turns into packets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # One thread track each, drawn in this order: the way of a batch from the log to the table and back.

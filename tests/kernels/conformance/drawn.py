@@ -5,24 +5,20 @@ The arguments are those of `ci/attack`, where an op that is new says how its arg
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain, cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from impls import on
-
-from tritonrec.kernels.op import OPS
-
-sys.path.append(str(Path(__file__).parents[3] / "ci" / "attack"))
 from arguments import Draw
 from doors import DRAWN, PUBLIC, ROUNDED, Call
+from impls import on
 from verdicts import flat
+
+from tritonrec.kernels.op import OPS
 
 __all__ = ["DRAWN", "PUBLIC", "ROUNDED"]
 

@@ -37,7 +37,7 @@ class Guards:
 
 
 @contextlib.contextmanager
-def guarded_memory() -> Iterator[Guards]:
+def guarded_memory() -> Iterator[None]:
     """What torch leaves as it is begins with NaN, True or 77, and has bytes around it that stay."""
     guards, sized, like, new = Guards(), torch.empty, torch.empty_like, torch.Tensor.new_empty
 
@@ -64,4 +64,5 @@ def guarded_memory() -> Iterator[Guards]:
         patch.setattr(torch, "empty", empty)
         patch.setattr(torch, "empty_like", empty_like)
         patch.setattr(torch.Tensor, "new_empty", new_empty)
-        yield guards
+        yield
+    guards.check()

@@ -1,7 +1,5 @@
 """Faults that the emulator finds in a kernel."""
 
-from __future__ import annotations
-
 
 class EmulationError(RuntimeError):
     """A kernel did something that a GPU does not define, or that the emulator cannot run."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,14 +107,14 @@ class Report:
 
 def print_report(report: Report, console: Console) -> None:
     """The contract table, the injected faults, and the first difference if there is one."""
-    tables: dict[Callable[[Job, list[CaseResult]], Table], list[CaseResult]] = {
-        _contract: [], _embedding: [], _storages: [], _meshes: [],
-    }  # fmt: skip
-    for result in report.cases:
-        tables[_table_of(result.case)].append(result)
-    for table, results in tables.items():
+    for name, (title, columns, caption) in TABLES.items():
+        results = [result for result in report.cases if _table_of(result.case) == name]
         if results:
-            console.print(table(report.job, results))
+            title = title.format(data=report.job.data, kernels=_kernels(report.job.target))
+            if name == "variants":
+                shown = dict.fromkeys(result.case.variant for result in results)
+                caption = "; ".join(f"{each}: {variant_of(each).what}" for each in shown) + caption
+            console.print(_cases_table(title, columns.split(), caption, results))
     if report.faults:
         console.print(_faults_table(report))
     if report.smallest is not None:
@@ -132,118 +131,81 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[{'green' if report.passed else 'red'}]{', '.join(line)}[/]")
 
 
-def _table_of(case: Case) -> Callable[[Job, list[CaseResult]], Table]:
-    """The table that shows a case."""
-    if case.replicas > 1 or case.nodes > 1:
-        return _meshes
-    if case.storage != "host":
-        return _storages
-    return _contract if case.variant in ("", EACH) else _embedding
-
-
-def _contract(job: Job, results: list[CaseResult]) -> Table:
-    table = Table(
-        title=f"Contract table on {job.data}{_kernels(job.target)}: bit-identical to the reference?",
-        caption="batch: equal to synchronous training of the whole batch in one process. window: equal to "
+HALF_WAY = "saved half way by W ranks, continued by W'"
+TABLES = {
+    "contract": (
+        "Contract table on {data}{kernels}", "mode consistency W N ECD optimizer steps MB s result",
+        "batch: equal to synchronous training of the whole batch in one process. window: equal to "
         "the same micro-batches on the same ranks, one stage after another. W ranks, N micro-batches, "
         "E an exchange for each micro-batch (else they share some), C key-centric clustering, D random "
         "delays, MB and s of comparison. * on a made log of 35 users with negative and extreme ids.",
-        padding=(0, 0, 0, 1),
-    )
-    for name in ("mode", "consistency", "W", "N", "ECD", "optimizer", "steps", "MB", "s", "result"):
-        number = name in ("W", "N", "steps", "MB", "s")
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for result in results:
-        case = result.case
-        table.add_row(
-            case.mode + "*" * bool(case.data), case.consistency, str(case.world_size),
-            str(case.micro_batches), _letters(case), case.optimizer.removeprefix("rowwise_"), str(case.steps),
-            f"{result.bytes_compared / 1e6:.1f}",
-            f"{result.seconds:.1f}", _outcome(result),
-        )  # fmt: skip
-    return table
-
-
-def _letters(case: Case) -> str:
-    has = {"E": case.variant == EACH, "C": case.clustering, "D": case.delay_seed is not None}
-    return "".join(letter if there else " " for letter, there in has.items())
-
-
-def _embedding(_job: Job, results: list[CaseResult]) -> Table:
-    table = Table(
-        title="Embedding system: bit-identical to the reference?",
-        caption="; ".join(f"{name}: {variant_of(name).what}" for name in _names(results))
-        + ". W > W': saved half way by W ranks, continued by W'. Batch consistency, * consistency `window`.",
-        padding=(0, 0, 0, 1),
-    )
-    for name in ("variant", "mode", "W", "N", "counts", "result"):
-        table.add_column(name, justify="right" if name == "N" else "left", no_wrap=name != "counts")
-    for result in results:
-        case = result.case
-        table.add_row(
-            case.variant, case.mode + "*" * (case.consistency == "window"), _ranks(case),
-            str(case.micro_batches), _counts(result), _outcome(result),
-        )  # fmt: skip
-    return table
-
-
-def _storages(job: Job, results: list[CaseResult]) -> Table:
-    table = Table(
-        title=f"Tables on the device, cached there{_kernels(job.target)}, or on disk: bit-identical to the "
-        "reference?",
-        caption="device: keys, rows and optimizer state in the device's memory. cached: rows on the host, "
+    ),
+    "variants": (
+        "Embedding system", "variant mode W N counts result",
+        f". W > W': {HALF_WAY}. Batch consistency, * consistency `window`.",
+    ),
+    "storages": (
+        "Tables on the device, cached there{kernels}, or on disk",
+        "storage mode W N optimizer variant counts s result",
+        "device: keys, rows and optimizer state in the device's memory. cached: rows on the host, "
         f"{CACHE_ROWS} of them on the device. disk: rows in a file, {DISK_MEMORY} of them in memory. "
-        "cached-disk: both, the file behind the cache. > W': "
-        "saved half way by W ranks, continued by W' with another storage. Reference: tables in host memory. "
-        "Batch consistency, * consistency `window`.",
-        padding=(0, 0, 0, 1),
-    )
-    for name in ("storage", "mode", "W", "N", "optimizer", "variant", "counts", "s", "result"):
-        table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
-    for result in results:
-        case = result.case
-        table.add_row(
-            case.storage, case.mode + "*" * (case.consistency == "window"), _ranks(case),
-            str(case.micro_batches), case.optimizer.removeprefix("rowwise_"), case.variant, _counts(result),
-            f"{result.seconds:.1f}", _outcome(result),
-        )  # fmt: skip
-    return table
-
-
-def _ranks(case: Case) -> str:
-    return f"{case.world_size} > {case.restart}" if case.restart else str(case.world_size)
-
-
-def _meshes(_job: Job, results: list[CaseResult]) -> Table:
-    table = Table(
-        title="Copies of the tables, and lookups over nodes: bit-identical to the reference?",
-        caption="parts x copies: ranks that hold parts of the tables, times ranks that hold the same part "
+        f"cached-disk: both, the file behind the cache. > W': {HALF_WAY} with another storage. Reference: "
+        "tables in host memory. Batch consistency, * consistency `window`.",
+    ),
+    "meshes": (
+        "Copies of the tables, and lookups over nodes", "mode ranks N optimizer variant counts s result",
+        "parts x copies: ranks that hold parts of the tables, times ranks that hold the same part "
         "(2D sparse parallelism, exact). ranks of nodes, M x L nodes: lookups in two steps. "
         "> W': saved half way, continued by W' ranks with one copy, in one step.",
-        padding=(0, 0, 0, 1),
-    )
-    for name in ("mode", "ranks", "N", "optimizer", "variant", "counts", "s", "result"):
-        table.add_column(name, justify="right" if name in ("N", "s") else "left", no_wrap=name != "counts")
-    for result in results:
-        case = result.case
-        mesh = f"{case.world_size // case.replicas} x {case.replicas} copies"
-        if case.nodes > 1:
-            mesh = f"{case.nodes} x {case.world_size // case.nodes} nodes"
-        variant = " ".join(filter(None, (case.variant, case.storage.removeprefix("host"))))
-        table.add_row(
-            case.mode, mesh + f" > {case.restart}" * bool(case.restart), str(case.micro_batches),
-            case.optimizer.removeprefix("rowwise_"), variant, _counts(result), f"{result.seconds:.1f}",
-            _outcome(result),
-        )  # fmt: skip
+    ),
+}  # fmt: skip
+"""Title, columns and caption of each table of cases."""
+
+
+def _table_of(case: Case) -> str:
+    """The table that shows a case."""
+    if case.replicas > 1 or case.nodes > 1:
+        return "meshes"
+    if case.storage != "host":
+        return "storages"
+    return "contract" if case.variant in ("", EACH) else "variants"
+
+
+def _cases_table(title: str, columns: list[str], caption: str, results: list[CaseResult]) -> Table:
+    table = Table(title=f"{title}: bit-identical to the reference?", caption=caption, padding=(0, 0, 0, 1))
+    rows = [_cells(result) for result in results]
+    for name in columns:
+        numbers = all(row[name].replace(".", "").isdigit() for row in rows)
+        table.add_column(name, justify="right" if numbers else "left", no_wrap=name != "counts")
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
     return table
+
+
+def _cells(result: CaseResult) -> dict[str, str]:
+    """What stands in each column for a case."""
+    case, table = result.case, _table_of(result.case)
+    starred = {"contract": bool(case.data), "meshes": False}.get(table, case.consistency == "window")
+    mesh = f"{case.world_size // case.replicas} x {case.replicas} copies"
+    if case.nodes > 1:
+        mesh = f"{case.nodes} x {case.world_size // case.nodes} nodes"
+    marks = {"E": case.variant == EACH, "C": case.clustering, "D": case.delay_seed is not None}
+    variant = case.variant
+    if table == "meshes":
+        variant = " ".join(filter(None, (variant, case.storage.removeprefix("host"))))
+    restart = f" > {case.restart}" if case.restart else ""
+    return {
+        "mode": case.mode + "*" * starred, "consistency": case.consistency, "storage": case.storage,
+        "W": f"{case.world_size}{restart}", "ranks": mesh + restart, "N": str(case.micro_batches),
+        "ECD": "".join(letter if there else " " for letter, there in marks.items()),
+        "optimizer": case.optimizer.removeprefix("rowwise_"), "steps": str(case.steps), "variant": variant,
+        "counts": _counts(result), "MB": f"{result.bytes_compared / 1e6:.1f}",
+        "s": f"{result.seconds:.1f}", "result": _outcome(result),
+    }  # fmt: skip
 
 
 def _counts(result: CaseResult) -> str:
     return ", ".join(f"{result.counts.get(name, 0):,} {name}" for name in result.case.shows)
-
-
-def _names(results: list[CaseResult]) -> list[str]:
-    return [*dict.fromkeys(result.case.variant for result in results)]
 
 
 def _outcome(result: CaseResult) -> str:

@@ -4,8 +4,6 @@ Every fault names the thread that reports or repairs the bug. Most were found in
 exchanges, optimizers or checkpoints; here each is the same mistake in the place that does that work.
 """
 
-from __future__ import annotations
-
 from .. import in_batch, injections, kept_state  # noqa: F401 (they add to the faults)
 from ..faults import FAULTS, SOURCES
 from . import dense, gradients, restarts, rows, tables  # noqa: F401 (they add to the corpus)
