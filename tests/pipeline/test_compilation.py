@@ -21,9 +21,9 @@ from tritonrec.kernels.dispatch import is_compiling
 from tritonrec.pipeline import StageFailedError
 from tritonrec.pipeline import compiled as compiled_module
 from tritonrec.pipeline import flight as flight_module
+from tritonrec.pipeline.attributes import without_traces
 from tritonrec.pipeline.compiled import Compilation
 from tritonrec.pipeline.flight import Flight
-from tritonrec.pipeline.guard import _without_traces
 from tritonrec.pipeline.model_call import CallerSettings
 
 
@@ -246,7 +246,7 @@ def test_a_comparison_leaves_the_calls_of_other_threads_alone(monkeypatch, who):
         calls, (batch,) = Compilation(made[0], 36), batches(1)
         both.wait()
         if who == "guard":
-            with _without_traces(made[0]):
+            with without_traces(made[0]):
                 look()
         with calls.call(batch, {}, 1, CallerSettings()):
             look()
