@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from mmap import mmap
 
 import commands
@@ -21,7 +22,7 @@ from tritonrec.harness.plan import report
 from tritonrec.harness.plan.beside import BesidePlan, Planned, beside_plan_line
 from tritonrec.harness.plan.forecast import Counted, count_rows, forecast
 from tritonrec.harness.plan.report import plan_run
-from tritonrec.harness.plan.trial import Rank, _highest, _more, trial, trials
+from tritonrec.harness.plan.trial import Rank, _highest, _more, _pace_of, trial, trials
 from tritonrec.harness.progress import Pace
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
@@ -430,3 +431,11 @@ def parent(communicators, number):
 def test_one_rank_is_tried_in_a_process_like_the_commands_own():
     """A fork of the ranks' server has 150 MB less of libraries: a plan of one rank was 0.75 of its run."""
     assert report.alone(parent, 5) == {"parent": os.getpid(), "rank": 0, "number": 5}
+
+
+def test_a_trial_times_steps_as_a_run_does():
+    """By the median of updates: a run that ends and another that begins are no step of theirs."""
+    ends = list(accumulate([9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0]))
+    assert _pace_of(ends, 1) == 1.0
+    assert _pace_of(list(accumulate([9.0, 9.0, 9.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0])), 2) == 2.0
+    assert _pace_of([4.0, 6.0], 1) == 2.0 and _pace_of([4.0], 1) == 0.0

@@ -16,6 +16,7 @@ from ...distributed import Communicators
 from ...kernels.compilation import compiling
 from ...pipeline import Trainer
 from ..devices import kernels_of
+from ..progress import Pace
 from ..train.evaluate import baseline, evaluate_model
 from ..train.run import Run
 
@@ -86,8 +87,7 @@ def trial(communicators: Communicators, run: Run, steps: int | None = None) -> d
             if steps is None:
                 for _ in trainer.run(map(loader.batch, _more(communicators, run, ends))):
                     ends.append(time.perf_counter())
-        first, last = min(WARMING_STEPS, len(ends) - 1), len(ends) - 1
-        found.step_seconds = (ends[last] - ends[first - 1]) / (last - first + 1) if first else 0.0
+        found.step_seconds = _pace_of(ends, run.window.accumulate)
         sent = trainer.counts
         found.link_bytes = (sent.key_bytes + sent.row_bytes) / len(ends)  # of this rank
         found.trained, found.tables = trained[0], [sizes_of(group.table) for group in tables.groups]
@@ -118,6 +118,14 @@ def trials(communicators: Communicators, run: Run, steps: int | None = None) -> 
         raise ValueError("plan tries a run on one machine: start all ranks on it")
     own = json.dumps(trial(communicators, run, steps))
     return {"ranks": [json.loads(each) for each in communicators.control.all_gather_texts(own)]}
+
+
+def _pace_of(ends: list[float], accumulate: int) -> float:
+    """Seconds of a step, as a run says them of its own (`Pace`); of few steps the mean."""
+    first, pace = min(WARMING_STEPS, len(ends) - 1), Pace(accumulate)
+    for step in range(max(first, 1), len(ends)):
+        pace.on_step_end(step, ends[step] - ends[step - 1], step == len(ends) - 1)
+    return pace.seconds_per_step or (ends[-1] - ends[first - 1]) / max(len(ends) - first, 1) * (first > 0)
 
 
 def _more(communicators: Communicators, run: Run, ends: list[float]) -> range:
