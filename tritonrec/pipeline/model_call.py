@@ -105,6 +105,13 @@ ID = ""
 DRAWN = 0x73686F77  # one Philox stream for gradients that are drawn
 
 
+class ByName(Shown):
+    """What `window_loss` gets; ValueError for a name that the model does not show."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise ValueError(f"window_loss reads {name!r}, but the model's forward shows {', '.join(self)}")
+
+
 class Column(NamedTuple):
     """A tensor of `Shown`: its name and type, the shape of a row, and whether it has a gradient."""
 
@@ -136,6 +143,22 @@ class Represented:
 
     values: torch.Tensor
     columns: tuple[Column, ...]
+
+    @property
+    def words(self) -> str:
+        """Of the model's columns."""
+        return ", ".join(
+            f"{each.name} (b{''.join(f', {size}' for size in each.shape)}) {each.dtype}"
+            for each in self.columns[:-1]
+        )
+
+    def check_again(self, other: Represented) -> None:
+        """Raise ValueError where a second forward of the micro-batch shows something else."""
+        if not torch.equal(other.values, self.values):
+            raise ValueError(
+                "the model's second forward of a micro-batch differs from its first: does it keep something "
+                "between calls, or draw from torch's generator (take tritonrec.nn.Dropout)?"
+            )
 
     @classmethod
     def of(cls, shown: Shown, batch: Batch) -> Represented:

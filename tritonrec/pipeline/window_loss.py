@@ -28,7 +28,7 @@ from ..distributed import Communicator
 from ..kernels.philox.device_seed import Seed
 from ..nn import GradientAccumulator
 from ..nn.context import recording
-from .model_call import ID, CallerSettings, Column, Represented, See, Shown, backward_of, samples_of
+from .model_call import ID, ByName, CallerSettings, Column, Represented, See, Shown, backward_of, samples_of
 from .precision import unscaled
 from .streams import to_host
 from .sums import Sent, Sums, counted_all_to_all
@@ -65,11 +65,7 @@ class WindowLoss:
 
     def again(self, represented: Represented) -> Shown:
         """The gradients, for the second forward. Raises ValueError where it shows something else."""
-        if not torch.equal(represented.values, self.represented.values):
-            raise ValueError(
-                "the model's second forward of a micro-batch differs from its first: does it keep something "
-                "between calls, or draw from torch's generator (take tritonrec.nn.Dropout)?"
-            )
+        self.represented.check_again(represented)
         return self.gradients
 
 
@@ -116,7 +112,7 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     same = "give every sample the same names, shapes and types, in the same order"
     for part in filled:
         if part.columns != columns:
-            raise ValueError(f"micro-batches show {_words(columns)} and {_words(part.columns)}: {same}")
+            raise ValueError(f"micro-batches show {filled[0].words} and {part.words}: {same}")
     own = torch.cat([part.values for part in filled])
     kind = zlib.crc32(repr(columns).encode())
     mine = torch.tensor([[len(own), kind]], dtype=torch.int64, device=own.device)
@@ -125,7 +121,7 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     for rank, (size, other) in enumerate(every):
         if size and len(own) and other != kind:
             raise ValueError(
-                f"rank {rank} shows other tensors than rank {over.rank}, which has {_words(columns)}: {same}"
+                f"rank {rank} shows other tensors than rank {over.rank}, which has {filled[0].words}: {same}"
             )
     # Samples are gathered by the ranks that have some: only those compute losses. One without any takes part
     # in the exchange, sends nothing and is sent nothing.
@@ -145,19 +141,6 @@ def gather(parts: list[Represented], over: Communicator, counts: LookupCounts | 
     shown = {name: each[order] for name, each in shown.items()}
     trained = [column for column in columns if column.trained]
     return Gathered(shown, trained, ids, places.split(came)[over.rank], places, sent, came)
-
-
-def _words(columns: tuple[Column, ...]) -> str:
-    return ", ".join(
-        f"{each.name} (b{''.join(f', {size}' for size in each.shape)}) {each.dtype}" for each in columns[:-1]
-    )
-
-
-class _ByName(Shown):
-    """What `window_loss` gets; ValueError for a name that the model does not show."""
-
-    def __missing__(self, name: str) -> torch.Tensor:
-        raise ValueError(f"window_loss reads {name!r}, but the model's forward shows {', '.join(self)}")
 
 
 @dataclass(frozen=True)
@@ -185,7 +168,7 @@ class BatchLoss:
         window, scale_exponent = self.gathered.shown, self.scale_exponent
         # A sample stands in the loss twice: as itself (`leaves`, whose gradient is of this rank alone) and
         # among the candidates of every sample (`candidates`, whose gradients are sums over all ranks).
-        own = _ByName({name: each[positions] for name, each in window.items()})
+        own = ByName({name: each[positions] for name, each in window.items()})
         leaves = {name: own[name].requires_grad_() for name in sums}
         candidates = {name: window[name].detach().requires_grad_() for name in sums}
         exact = accumulator.fraction_bits is not None
@@ -194,7 +177,7 @@ class BatchLoss:
             summed, accumulator.active(), self.settings.applied(),
             samples_of(self.model, batch, self.seed) as now, recording() as recorded,
         ):  # fmt: skip
-            losses = self.model.window_loss(own, _ByName({**window, **candidates}), positions)  # type: ignore[operator]
+            losses = self.model.window_loss(own, ByName({**window, **candidates}), positions)  # type: ignore[operator]
             if recorded:
                 raise ValueError(
                     f"window_loss records {', '.join(recorded)}: nn.record takes outputs of forward"

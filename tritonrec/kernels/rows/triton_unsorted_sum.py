@@ -118,6 +118,7 @@ def add_kernel(
             tl.atomic_add(out_ptr + hot * out_stride + column, together, mask=column < dim, sem="relaxed")
             apart = inside & (segment != hot)[:, None]
         to = out_ptr + (segment * out_stride)[:, None] + column[None, :]
+        # relaxed: only later kernels read the sums
         tl.atomic_add(to, terms, mask=apart, sem="relaxed")
     tl.store(bounds_ptr + first * tl.num_programs(1) + tl.program_id(1), bounds)
 
