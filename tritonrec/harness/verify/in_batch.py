@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,16 @@ from ...data import JaggedBatch
 from ...pipeline import Program
 from ...pipeline.model_call import Shown
 from ...pipeline.places import Dense
+from ...pipeline.window_loss import BatchLoss
 from .faults import case, fault
 from .variants import IN_BATCH
 
 IN_WINDOW = case(variant=IN_BATCH)
+
+
+def _showing(batch: BatchLoss, **others: torch.Tensor) -> BatchLoss:
+    """The loss of a batch whose samples show something else."""
+    return replace(batch, gathered=batch.gathered._replace(shown={**batch.gathered.shown, **others}))
 
 
 @fault(IN_WINDOW)
@@ -22,12 +29,13 @@ def candidates_of_the_window_before(program: Program) -> None:
     flight, windows = program.run_places[Dense].flight, list[Shown]()
     loss = flight.window_loss
 
-    def stale(part: Any, window: Shown, *rest: Any) -> Any:
+    def stale(part: Any, positions: torch.Tensor, batch: BatchLoss, sums: Shown) -> Any:
+        window = batch.gathered.shown
         if not windows or window is not windows[-1]:
             windows.append(window)
         before = windows[-2] if len(windows) > 1 else window
         fits = before["item"].shape == window["item"].shape
-        return loss(part, {**window, "item": before["item"] if fits else window["item"]}, *rest)
+        return loss(part, positions, _showing(batch, item=before["item"] if fits else window["item"]), sums)
 
     flight.window_loss = stale
 
@@ -67,9 +75,10 @@ def negatives_of_a_micro_batch(program: Program) -> None:
     flight = program.run_places[Dense].flight
     loss = flight.window_loss
 
-    def own(part: Any, window: Shown, positions: torch.Tensor, *rest: Any) -> Any:
+    def own(part: Any, positions: torch.Tensor, batch: BatchLoss, sums: Shown) -> Any:
+        window = batch.gathered.shown
         rows = torch.isin(window["id"], part.labels)
-        return loss(part, {**window, "log_q": window["log_q"] + 20.0 * ~rows}, positions, *rest)
+        return loss(part, positions, _showing(batch, log_q=window["log_q"] + 20.0 * ~rows), sums)
 
     flight.window_loss = own
 
