@@ -127,14 +127,14 @@ def _in_stage(action: Callable[[], None], trainer: Trainer, cell: Cell, moment: 
     if cell.lane == "checkpoint":
         from tritonrec.checkpoint import writer
 
-        write = writer._write_table
+        write_table = writer.write_table
 
-        def writing(new: Any, *arguments: Any) -> Any:
-            if new.step > AT:
+        def writing(write: Any, *arguments: Any) -> Any:
+            if write.__self__.step > AT:
                 act()
-            return write(new, *arguments)
+            return write_table(write, *arguments)
 
-        writer._write_table = writing
+        writer.write_table = writing
         return
 
     done = []

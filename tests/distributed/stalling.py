@@ -45,14 +45,14 @@ def stop_at(where: str, watch: Watch) -> None:
         raise OSError("the disk of this rank is gone")
 
     if where == "save":
-        write = writer._write_table
+        write_table = writer.write_table
 
-        def stopping(new, *arguments):
-            if new.step == 4:
+        def stopping(write, *arguments):
+            if write.__self__.step == 4:
                 stop()
-            return write(new, *arguments)
+            return write_table(write, *arguments)
 
-        writer._write_table = stopping
+        writer.write_table = stopping
     elif where in ("compute", "die", "fail"):
         before_compute({"compute": stop_in_window, "die": die, "fail": fail}[where])
 

@@ -138,7 +138,7 @@ def _plant(trainer: Trainer, act: Callable[[], None], place: str) -> None:
     elif name == "keep":
         _before(peer_copies, "_pass_on", act, lambda *_: trainer.next_step == int(at))
     elif name == "save":
-        _before(writer, "_write_table", act, lambda new, *_: new.step == int(at))
+        _before(writer, "write_table", act, lambda write, *_: write.__self__.step == int(at))
     else:
 
         def before(window: Window) -> None:
