@@ -202,6 +202,7 @@ def test_a_save_names_the_rank_whose_process_serves_the_store_where_it_is_stoppe
     error = watch.explain("reduce", 1, [0, 1], 0.6, RuntimeError("Timed out"))
     assert str(error).startswith("rank 0 has not reached collective 1 of group reduce within ")
     assert time.monotonic() - began < BOUND
+    assert watch.still == (0,)
     watch.close()
 
 
@@ -430,9 +431,12 @@ def test_a_monitored_barrier_ends_where_a_rank_stalls_fails_or_takes_too_long(st
         match=r"rank 1 has not reached collective 1 of group b within .*: it was last seen before",
     ):
         here.monitored_barrier("b", [0, 1], timedelta(seconds=60))
+    assert here.still == (1,)
+    there.still = (5,)  # what it has found itself
     there.fail(OSError("full"))
     with pytest.raises(RankDiedError, match="rank 1 has failed: OSError: full"):
         here.monitored_barrier("c", [0, 1], timedelta(seconds=60))
+    assert here.still == (5,)
     here.lost = "rank 1 has ended"  # as a collective has named it
     with pytest.raises(RankDiedError, match=r"^rank 1 has ended$"):
         here.monitored_barrier("d", [0, 1], timedelta(seconds=60))

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import pytest
 from speeds import slow_except
@@ -16,9 +17,10 @@ from tritonrec import checkpoint
 from tritonrec.distributed import Communicators
 from tritonrec.harness.progress import CommandProgress
 from tritonrec.harness.train import loop, stopping
+from tritonrec.harness.train.launch import Launch
 from tritonrec.harness.train.loop import train
 from tritonrec.harness.train.run import Run
-from tritonrec.harness.train.stopping import graceful_stop
+from tritonrec.harness.train.stopping import BegunHere, graceful_stop
 from tritonrec.pipeline import WindowConfig
 
 pytestmark = pytest.mark.multi_rank
@@ -131,8 +133,9 @@ def test_the_first_signal_asks_and_the_second_ends(name, capfd):
     assert "stopping after this step" in capfd.readouterr().err
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for(job, capfd):
-    begun = threading.Event()
+@pytest.mark.parametrize("pool", [False, True])
+def test_before_the_first_step_there_is_nothing_to_wait_for(job, capfd, tmp_path, pool):
+    begun = BegunHere(tmp_path / "begun") if pool else threading.Event()
     with pytest.raises(SystemExit) as ended, graceful_stop(lambda: None, begun=begun):
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM and not capfd.readouterr().err
@@ -140,6 +143,37 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(job, capfd):
     with graceful_stop(lambda: None, begun=begun):
         signal.raise_signal(signal.SIGTERM)
     assert "stopping after this step" in capfd.readouterr().err
+
+
+@dataclass
+class Asked:
+    """Of a run: the process that rank 0 signals, and whether a step has begun."""
+
+    launcher: int
+    begins: bool
+    min_ranks: int = 1
+
+
+def until_stopped(communicators, run, *elastic, begun=None):
+    """A rank whose first step does not begin in the next minute, or has where `run` says so."""
+    if run.begins:
+        (begun or elastic[-1]).set()
+    if communicators.rank == 0:
+        os.kill(run.launcher, signal.SIGTERM)
+    return {"stopped": communicators.stop.wait(60)}
+
+
+@pytest.mark.if_changed
+@pytest.mark.parametrize("elastic", [False, True])
+def test_ranks_of_a_pool_are_ended_at_once_before_their_first_step(monkeypatch, elastic):
+    monkeypatch.setattr(loop, "train", until_stopped)
+    launch = Launch(2, 1, timedelta(seconds=60))
+    train = launch.train_elastically if elastic else launch.train
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        train(Asked(os.getpid(), False))
+    assert ended.value.code == 128 + signal.SIGTERM and time.monotonic() - began < 50
+    assert train(Asked(os.getpid(), True))[0] == {"stopped": True}
 
 
 def test_a_wish_that_the_ranks_could_not_hear_yet_is_repeated():

@@ -124,6 +124,7 @@ def test_ranks_that_replicas_do_not_divide_are_refused(monkeypatch):
 def meeting(numbers, min_ranks=1):
     """Ranks 0 and 1, of which those of `numbers` have joined."""
     ranks = object.__new__(elastic._Ranks)
+    ranks.still = set()
     ranks.members, ranks.min_ranks = [SimpleNamespace(number=number) for number in (0, 1)], min_ranks
     ranks._agree = lambda: (3, numbers)
     return ranks
@@ -200,14 +201,29 @@ class Stalling:
 @pytest.mark.parametrize("last", [0, 1])
 def test_a_rank_that_is_stopped_while_it_is_joined_does_not_decide(monkeypatch, last):
     monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
-    monkeypatch.setattr(elastic.Member, "connect", lambda member: Stalling(last))
     monkeypatch.setattr(elastic, "READ_TIMEOUT", 0.05)
     ranks = elastic._Ranks.__new__(elastic._Ranks)
     ranks.members, ranks.patience = [elastic.Member(number, "here", 1) for number in range(2)], 60.0
     ranks.own, ranks.timeout, ranks.generation = ranks.members[1], timedelta(seconds=0.1), 3
-    monkeypatch.setattr(ranks, "_raise_if_left_by", lambda member: None)
-    ranks._decide = lambda: (4, [1])
-    assert ranks._agree() == (4, [1])
+    monkeypatch.setattr(ranks, "_answers", lambda member: True)
+    ranks.still = {0}  # but now it answers
+    stores = []
+    monkeypatch.setattr(elastic.Member, "connect", lambda member: stores.append(Stalling(last)) or stores[-1])
+    ranks._decide = lambda still: (4, [1])
+    assert ranks._agree() == (4, [1]) and len(stores) == 1
+
+
+def test_ranks_that_were_waited_for_are_not_waited_for_again(monkeypatch):
+    monkeypatch.setattr(elastic.Member, "is_gone", lambda member: False)
+    monkeypatch.setattr(elastic.Member, "connect", lambda member: Stalling(0))
+    monkeypatch.setattr(elastic, "READ_TIMEOUT", 1.0)
+    ranks = elastic._Ranks.__new__(elastic._Ranks)
+    ranks.members = [elastic.Member(number, "here", 1) for number in range(9)]
+    ranks.own, ranks.still, ranks.generation = ranks.members[8], set(range(8)), 3
+    ranks.store, ranks.patience, ranks.timeout = dist.HashStore(), 3600.0, timedelta(hours=1)
+    began = time.monotonic()
+    assert within(60, ranks._agree) == (4, [8])
+    assert time.monotonic() - began < 5  # all at once
 
 
 def test_ranks_that_have_ended_are_not_waited_for(monkeypatch):
@@ -215,7 +231,7 @@ def test_ranks_that_have_ended_are_not_waited_for(monkeypatch):
     ranks = elastic._Ranks.__new__(elastic._Ranks)
     ranks.store, ranks.members = dist.HashStore(), [elastic.Member(each, "here", 1) for each in (0, 2)]
     ranks.own, ranks.generation, ranks.patience = ranks.members[0], 4, 3600.0
-    assert within(60, ranks._decide) == (5, [0])
+    assert within(60, lambda: ranks._decide([])) == (5, [0])
 
 
 def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():
@@ -226,10 +242,10 @@ def test_a_stranger_at_a_rank_s_store_leaves_nobody_behind():
     ranks.own, ranks.patience = elastic.Member(3, "127.0.0.1", 1), 5.0
     stranger = dist.TCPStore("127.0.0.1", served.port, None, False, wait_for_workers=False)
     stranger.set("left 3", "")
-    ranks._raise_if_left_by(member)
+    assert ranks._answers(member)
     own.set("left 3", "")
     with pytest.raises(elastic.LeftBehindError):
-        ranks._raise_if_left_by(member)
+        ranks._answers(member)
 
 
 def served_to_ranks(communicators):
@@ -252,7 +268,7 @@ def test_a_rank_that_is_stopped_before_it_reads_the_decision_is_waited_for_a_whi
     ranks.own, ranks.generation, ranks.patience = ranks.members[0], 4, 0.3
     ranks.store.set("joined 1", "7")
     # above the numbers of all that join: another part of the ranks may have met more often
-    assert ranks._decide() == (8, [0, 1])
+    assert ranks._decide([]) == (8, [0, 1])
     assert not ranks.store.check(["joined 1"])  # a later meeting would take it for alive
 
 
@@ -284,7 +300,7 @@ def _raise(error):
 
 @pytest.mark.parametrize(("left", "replicas"), [(4, 2), (3, 3), (5, 1)])
 def test_replicas_are_the_most_that_divide_the_ranks_that_are_left(monkeypatch, left, replicas):
-    watch = SimpleNamespace(fail=lambda error: None, close=lambda: None)
+    watch = SimpleNamespace(fail=lambda error: None, close=lambda: None, still=())
     monkeypatch.setattr(elastic.dist, "PrefixStore", lambda name, store: store)
     monkeypatch.setattr(elastic.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(elastic, "Watch", lambda *given: watch)

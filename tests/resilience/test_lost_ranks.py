@@ -18,6 +18,7 @@ from speeds import slow_except
 from trainer_parts import JOB, ONE_DRAWS
 
 from tritonrec.checkpoint import steps
+from tritonrec.distributed import RankDiedError
 from tritonrec.distributed.limits import within
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.pipeline import Trainer, WindowConfig
@@ -238,7 +239,7 @@ def test_the_rank_that_decides_stays_until_the_others_have_read(monkeypatch):
     ranks.generation, ranks.patience = 4, 5.0
     ranks.store.set("joined 1", "3")
     decided = []
-    thread = threading.Thread(target=lambda: decided.append(ranks._decide()))
+    thread = threading.Thread(target=lambda: decided.append(ranks._decide([])))
     thread.start()
     assert json.loads(ranks.store.get("decision for 1")) == [5, [0, 1]]
     thread.join(0.2)
@@ -257,9 +258,14 @@ def test_a_call_with_a_limit_returns_raises_or_is_given_up():
     assert all(each.daemon for each in threading.enumerate() if each.name == "limited call")
 
 
-def test_the_first_rank_that_is_left_says_who_goes_on():
+@pytest.mark.parametrize("still", [set(), {0}])
+def test_the_first_rank_that_is_left_says_who_goes_on(still):
     members = [SimpleNamespace(number=number) for number in (0, 2, 5)]
-    ranks = SimpleNamespace(members=members, own=members[1], min_ranks=1, _agree=lambda: (4, [2, 5]))
-    with pytest.warns(RuntimeWarning, match="lost rank 0: None\nranks 2, 5 go on"):
-        elastic._Ranks.meet(ranks, RuntimeError("x"))
+    ranks = SimpleNamespace(
+        members=members, own=members[1], min_ranks=1, _agree=lambda: (4, [2, 5]), still=still
+    )
+    with pytest.warns(RuntimeWarning) as said:
+        elastic._Ranks.meet(ranks, RankDiedError("rank 0 has ended"))
+    words = ["rank 0 has ended\nthe other ranks meet"] * len(still)  # before they wait for each other
+    assert [str(each.message) for each in said] == [*words, "lost rank 0: rank 0 has ended\nranks 2, 5 go on"]
     assert (ranks.generation, ranks.members) == (4, members[1:])

@@ -23,6 +23,7 @@ class Report:
         doing: stages of its threads, the oldest first. last: the last finished stage.
         calls: collectives begun, by group. task: tasks begun.
         failure: of this task, empty if there is none. lost: whether another rank caused the failure.
+        still: ranks that it has found to stand still.
     """
 
     number: int = 0
@@ -33,6 +34,7 @@ class Report:
     task: int = 0
     failure: str = ""
     lost: bool = False
+    still: tuple[int, ...] = ()
 
     @property
     def place(self) -> str:

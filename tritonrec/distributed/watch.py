@@ -78,6 +78,7 @@ class Watch:
 
     Attributes:
         lost: what a failed collective has said of the ranks that are missing, "" before.
+        still: of these the ranks that have said nothing for the timeout.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Watch:
         self._calls: dict[str, int] = {}
         self._task, self._failure, self._peer_failed = 0, "", False
         self.lost = ""
+        self.still: tuple[int, ...] = ()
         self._number = 0
         self._last_of_rank_0: dict[int, Report] = {}  # a store served by rank 0 ends with it
         self._silent_store = False  # it did not answer when it was read last
@@ -129,6 +131,7 @@ class Watch:
         """Begin the next task, without the failure of the last one."""
         self._task, self._failure, self._peer_failed = self._task + 1, "", False
         self._last = self.lost = ""
+        self.still = ()
 
     def fail(self, error: BaseException) -> None:
         """Report at once that this rank has failed."""
@@ -221,6 +224,7 @@ class Watch:
                 remaining = {peer: self.timeout - (now - seen.get(peer, (0, began))[1]) for peer in ranks}
                 # a store that does not answer says nothing of ranks; `absent` gives it a rank's time
                 silent = [peer for peer in ranks if remaining[peer] <= 0 and not self._silent_store]
+                self.still = tuple(silent)
                 if silent or now - began > timeout.total_seconds():
                     raise RankDiedError(
                         self._describe_missing(silent or ranks, silent, reports, now - began, group, number)
@@ -265,6 +269,8 @@ class Watch:
         if self._silent_store and self.rank != self._server:
             self.lost = self._describe_server(waited, group, number)
             return RankDiedError(self.lost)
+        if waited >= 0.9 * self.timeout:
+            self.still = tuple(silent)
         # Of the ranks that report: those that have begun fewer
         # collectives of this group are being waited for, or
         # came after this one had waited for long.
@@ -297,6 +303,8 @@ class Watch:
                 "unknown which: the store of their reports, in the launcher's process, does not answer"
             )
         one = [self._server]
+        if waited >= 0.9 * self.timeout:
+            self.still = (self._server,)
         return self._describe_missing(one, one, self._last_of_rank_0, waited, group, number)
 
     def _describe_missing(
@@ -337,6 +345,7 @@ class Watch:
         failed = {rank: each for rank, each in reports.items() if each.failure and each.task == self._task}
         # First a rank that failed by itself; those that lost a peer say what it was.
         for rank, report in sorted(failed.items(), key=lambda item: (item[1].lost, item[0])):
+            self.still = tuple(report.still)
             return report.failure if report.lost else f"rank {rank} has failed: {report.failure}"
         return ""
 
@@ -390,5 +399,6 @@ class Watch:
                 self._task,
                 self._failure,
                 self._peer_failed,
+                self.still,
             )
             self.store.set(key_of(self.rank), json.dumps(vars(report)))

@@ -15,9 +15,9 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -121,6 +121,7 @@ class _Ranks:
         self.timeout, self.replicas, self.min_ranks = timeout, replicas, min_ranks
         self.patience = timeout.total_seconds() + LAG
         self.generation = 0
+        self.still: set[int] = set()  # numbers of ranks that said nothing for the timeout
         world_size = rank_here().world_size
         validate_division(world_size, replicas, nodes=1)
         self.store: dist.Store | None
@@ -191,6 +192,7 @@ class _Ranks:
         finally:
             if watch is not None:
                 watch.close()
+                self.still = {members[each].number for each in watch.still}
             if dist.is_initialized():
                 dist.destroy_process_group()  # closes the connections, and the others' waits end
 
@@ -199,6 +201,8 @@ class _Ranks:
 
     def meet(self, error: Exception) -> None:
         """Agree with the others who goes on, after `error`, which is raised where all ranks are alive."""
+        if self.still and self.own == next(each for each in self.members if each.number not in self.still):
+            warnings.warn(f"{of_another_rank(error)}\nthe other ranks meet", RuntimeWarning, stacklevel=3)
         generation, numbers = self._agree()
         lost = [each.number for each in self.members if each.number not in numbers]
         left = [each for each in self.members if each.number in numbers]
@@ -211,30 +215,37 @@ class _Ranks:
             ) from error
         self.generation, self.members = generation, left
         if self.own == left[0]:
-            warnings.warn(f"{words}\n{_listed(numbers)} go on", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"{words}\n{_listed(numbers)} go{'es'[: 2 * (len(left) == 1)]} on",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _agree(self) -> tuple[int, list[int]]:
         """Number of the next groups, and the ranks in them."""
-        for member in self.members:
-            if member != self.own and not member.is_gone():
-                with suppress(TimeoutError):
-                    within(READ_TIMEOUT, partial(self._raise_if_left_by, member))
+        others = [each for each in self.members if each != self.own]
+        with ThreadPoolExecutor(min(len(others), 32)) as threads:
+            answers = dict(zip(others, threads.map(self._answers, others), strict=True))
+        # Nobody waits once more for ranks that have been waited for and give no answer now either.
+        still = [each for each in others if each.number in self.still and not answers[each]]
         # The first rank that is alive decides. Ranks before this
         # one are asked in order; if none answers, it is this one.
         for member in self.members[: self.members.index(self.own)]:
-            if not member.is_gone():
+            if member not in still and not member.is_gone():
                 found = self._join(member)
                 if found is not None:
                     return found
-        return self._decide()
+        return self._decide(still)
 
-    def _raise_if_left_by(self, member: Member) -> None:
+    def _answers(self, member: Member) -> bool:
+        """Whether its store answers; False where its process ends, or stands still."""
         try:
-            self._raise_if_left(member.connect())
+            within(READ_TIMEOUT, lambda: self._raise_if_left(member.connect()))
         except LeftBehindError:
             raise
         except (RuntimeError, TimeoutError):
-            pass  # its process ends, or stands still
+            return False
+        return True
 
     def _raise_if_left(self, store: dist.Store) -> None:
         if store.check([f"left {self.own.number}"]):
@@ -269,11 +280,13 @@ class _Ranks:
             return None
         return generation, numbers
 
-    def _decide(self) -> tuple[int, list[int]]:
-        """Wait for every other rank until it joins or is gone, or for as long as it may take to notice."""
+    def _decide(self, still: Sequence[Member]) -> tuple[int, list[int]]:
+        """Wait for every other rank that does not stand `still` until it joins or is gone, or for as long as
+        it may take to notice.
+        """
         assert self.store is not None
         joined = {self.own.number: self.generation}
-        waiting = [each for each in self.members if each != self.own]
+        waiting = [each for each in self.members if each != self.own and each not in still]
         now = time.monotonic()
         deadline, probe = now + self.patience, now
         while waiting and now < deadline:

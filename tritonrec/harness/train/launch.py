@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
 from typing import Any
 
@@ -17,7 +19,7 @@ from ..devices import BACKENDS, Device, rank_pool, take_gpu_here
 from . import loop
 from .elastic import Memory
 from .run import Run
-from .stopping import Stop, graceful_stop
+from .stopping import Begun, BegunHere, Stop, graceful_stop
 
 Summary = tuple[dict[str, Any], bool, Stop]
 """The summary of a run, whether this process writes it to files, and whether it was stopped."""
@@ -41,10 +43,8 @@ class Launch:
 
     def train(self, run: Run) -> Summary:
         """`train` on all ranks; signals stop it after its step."""
-        if not self._is_alone:
-            return self._run(graceful_stop, loop.train, run)
-        begun = Event()
-        return self._run(partial(graceful_stop, begun=begun), partial(loop.train, begun=begun), run)
+        with self._begun() as begun:
+            return self._run(partial(graceful_stop, begun=begun), partial(loop.train, begun=begun), run)
 
     def run(self, function: Callable[..., dict[str, Any]], *args: Any) -> Summary:
         """``function(communicators, *args)`` on all ranks; signals end it."""
@@ -63,14 +63,22 @@ class Launch:
                 summary = resilience.run_elastic(train, self.timeout, self.replicas, run.min_ranks)
             return summary, ranks[-1] == 0, stop
         with (
+            self._begun() as begun,
             resilience.ElasticPool(self.world_size, self.timeout, self.replicas, run.min_ranks) as pool,
-            graceful_stop(pool.request_stop) as stop,
+            graceful_stop(pool.request_stop, begun=begun) as stop,
         ):
-            return pool.run(loop.train, run, False, Memory())[0], True, stop
+            return pool.run(loop.train, run, False, Memory(), begun)[0], True, stop
 
-    @property
-    def _is_alone(self) -> bool:
-        return rank_here().world_size == 1 == self.world_size
+    @contextmanager
+    def _begun(self) -> Iterator[Begun | None]:
+        """Of ranks that end with this process; None of a launcher's, which have nothing in common."""
+        if rank_here().world_size > 1:
+            yield None
+        elif self.world_size == 1:
+            yield Event()
+        else:
+            with TemporaryDirectory() as folder:
+                yield BegunHere(Path(folder) / "begun")
 
     @property
     def _is_here(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from .gather import save_trace, state_digest, table_totals, totals
 from .reports import Reports, log_files
 from .resume import EARLY_STOPPING, metadata, resume, with_saved_words
 from .run import Run, settings_of, with_validation
+from .stopping import Begun
 from .streaming import STREAMING, StreamingMetrics
 from .summary import (
     ended_line,
@@ -54,7 +54,7 @@ def train(
     run: Run,
     quiet: bool = False,
     memory: Memory | None = None,
-    begun: threading.Event | None = None,
+    begun: Begun | None = None,
 ) -> dict[str, Any]:
     """Train on this rank. Rank 0 prints, evaluates and saves; every rank returns the same summary.
 
@@ -93,7 +93,7 @@ def train(
 
 
 def _train(
-    communicators: Communicators, run: Run, quiet: bool, memory: Memory | None, begun: threading.Event | None
+    communicators: Communicators, run: Run, quiet: bool, memory: Memory | None, begun: Begun | None
 ) -> dict[str, Any]:
     """`train` up to where memory ends; nothing of it is held when it returns."""
     called_again = memory is not None and memory.called
@@ -220,7 +220,7 @@ def _train(
             for result in (watch or trainer).run((loader.batch(step) for step in steps), **saves):
                 before, clock = clock, time.perf_counter()
                 loss, step = result.loss, result.step + 1
-                if begun:
+                if begun and not begun.is_set():
                     begun.set()
                 reports.on_step_end(result, clock - before, streaming.on_step_end(result))
                 if saves and step % run.save_every == 0:

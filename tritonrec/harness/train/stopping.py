@@ -8,13 +8,36 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 ASK_AGAIN_SECONDS = 0.5
 """Ranks of a pool forget what was asked of them before they read their task."""
 END_SECONDS = 5.0
 """After a second signal, for what ends first: a lane may compile a kernel, which nothing stops."""
+
+
+class Begun(Protocol):
+    """Whether there is a step that a stop would lose; a `threading.Event`, say."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+
+@dataclass
+class BegunHere:
+    """`Begun` of all processes of this machine that have this `path`, of no file before."""
+
+    path: Path
+
+    def set(self) -> None:
+        self.path.touch()
+
+    def is_set(self) -> bool:
+        return self.path.exists()
 
 
 @dataclass
@@ -31,7 +54,7 @@ class Stop:
 
 @contextmanager
 def graceful_stop(
-    request: Callable[[], None], after: str = "step", begun: threading.Event | None = None
+    request: Callable[[], None], after: str = "step", begun: Begun | None = None
 ) -> Iterator[Stop]:
     """Inside, the first SIGINT, SIGTERM or SIGHUP calls `request`; a second one raises SystemExit. A third,
     or `END_SECONDS`, ends the process.
