@@ -17,8 +17,16 @@ from tritonrec.data import Vocabulary
 from tritonrec.data import load as load_log
 from tritonrec.data.convert import new_folder
 from tritonrec.data.log_files import filesystem_of
-from tritonrec.files import atomic_write, check_writable, save_json
-from tritonrec.files.places import GrowingText, RemotePath, local_path, place_of, read_document, with_limit
+from tritonrec.files import atomic_write, check_writable, places, save_json
+from tritonrec.files.places import (
+    GrowingText,
+    RemotePath,
+    check_credentials,
+    local_path,
+    place_of,
+    read_document,
+    with_limit,
+)
 from tritonrec.loggers import CSVLogger, JSONLinesLogger
 from tritonrec.serving import Predictor, export
 from tritonrec.serving.exporter import published
@@ -365,6 +373,7 @@ def test_a_store_that_does_not_answer_has_a_limit(monkeypatch):
     for own in ("gs://b/x?retry_limit_seconds=5", "s3://b/x"):
         assert with_limit(own) == own
     given = []
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "key.json")
 
     class Opened:
         def from_uri(url):
@@ -376,6 +385,26 @@ def test_a_store_that_does_not_answer_has_a_limit(monkeypatch):
         with pytest.raises((OSError, ValueError), match="no answer"):
             opens()
     assert given == ["gs://b/x?retry_limit_seconds=60"] * 2
+
+
+def test_a_store_of_google_s_is_not_asked_without_credentials(tmp_path, monkeypatch):
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "CLOUD_STORAGE_EMULATOR_ENDPOINT", "GCE_METADATA_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GOOGLE_GCLOUD_ADC_PATH_OVERRIDE", str(tmp_path / "mine.json"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(places, "METADATA_SERVER", server.getsockname())
+        check_credentials("gs://b/x")
+    words = "^gs://b/x.csv cannot be opened: there are no credentials of Google's: call `gcloud auth"
+    for opens in (
+        lambda: load_log("csv:gs://b/x.csv?user=a&item=b"),
+        lambda: place_of("gs://b/x.csv").exists(),
+    ):
+        with pytest.raises((OSError, ValueError), match=words):
+            opens()
+    for url in ("gs://b/x?anonymous=true", "gs://anonymous@b/x", "s3://b/x"):
+        check_credentials(url)
+    (tmp_path / "mine.json").touch()
+    check_credentials("gs://b/x")
 
 
 def test_a_chain_of_protocols_is_a_url():

@@ -275,3 +275,25 @@ def test_tables_that_are_not_read_are_not_left_out_in_silence(tmp_path):
     for place in (tmp_path, tmp_path / "b.orc"):
         with pytest.raises(ValueError, match=r"b\.orc: files of ORC are not read: load the table that"):
             load(place, STEP)
+
+
+@pytest.mark.parametrize(
+    ("end", "whole"),
+    {
+        "cut": ("3,4,88174845", False),
+        "cut to one digit": ("3,4,8", False),
+        "whole": ("3,4,881748453", True),
+        "whole by its end": ("3,4,88174845\n", True),
+        "an item, which may be short": ("881748453,4,8", True),
+    }.values(),
+)
+def test_a_file_that_ends_in_the_middle_of_a_time_is_an_error(tmp_path, end, whole):
+    item = end.startswith("8")
+    rows = "881748451,4,87\n881748452,5,88\n" * 2 if item else "1,4,881748451\n2,5,881748452\n" * 2
+    path = tmp_path / "log.csv"
+    path.write_text(f"{'time,user,item' if item else 'user,item,time'}\n{rows}{end}")
+    if whole:
+        assert len(load(f"csv:{path}")) == 5
+        return
+    with pytest.raises(ValueError, match=r"line 6: the file ends in the middle of a time, it seems: '8"):
+        load(f"csv:{path}")

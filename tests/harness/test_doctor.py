@@ -81,3 +81,7 @@ def test_without_triton_its_kernels_run_nowhere(monkeypatch, interpreted):
     assert "not installed" not in doctor_module._triton_mode()
     monkeypatch.setattr(doctor_module, "find_spec", lambda name: None)
     assert "not installed (pip install 'tritonrec[triton]')" in doctor_module._triton_mode()
+    monkeypatch.setattr(doctor_module, "first_variance", lambda linear, counts: None)
+    console = Console(record=True, width=200, file=io.StringIO())
+    doctor_module.doctor(console)
+    assert "pip install 'tritonrec[triton]'" in console.export_text()

@@ -332,6 +332,12 @@ def _known(names: list[str], role: str, format: LogFormat, source: str) -> str |
     return alike[0] if alike else None
 
 
+def is_time(name: str, format: LogFormat) -> bool:
+    """Whether a column of this name is that of time, named or known."""
+    wanted = format.timestamp.split("|") if format.timestamp else KNOWN["timestamp"]
+    return (_plain(name) if format.timestamp else _folded(name)) in map(_plain, wanted)
+
+
 def _plain(name: str) -> str:
     return name.strip().lower().partition(":")[0]
 

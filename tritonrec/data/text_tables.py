@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 import pyarrow.json as pjson
 
-from tritonrec.data.log_format import NONE, LogFormat, is_header
+from tritonrec.data.log_format import NONE, LogFormat, is_header, is_time
 from tritonrec.data.numba_text import NUMBER, SKIPPED, read_fields
 from tritonrec.data.values import Part
 
@@ -255,7 +255,11 @@ class CsvFile(TextFile):
         # What divides fields is no part of a number.
         are_numbers = all(kinds) and len(set(columns)) == len(kinds) and not self.format.missing
         are_numbers &= set(delimiter + quote).isdisjoint("0123456789abcdefABCDEF-.")
+        above = b""
         for block in self.blocks(BLOCK_BYTES, quote.encode()):
+            if not block.data.endswith(b"\n") and is_time(names[-1], self.format):
+                _check_whole(block, above.decode(errors="replace"), delimiter, quote)
+            above = block.data[-TAIL_BYTES:]
             if has_header:
                 block, has_header = _without_first(block), False
             if not block.data.strip():
@@ -321,6 +325,20 @@ def _one_character(block: Block, delimiter: str) -> bytes:
     return block.data.replace(delimiter.encode(), SEPARATOR.encode())
 
 
+def _check_whole(block: Block, above: str, delimiter: str, quote: str) -> None:
+    """Raise ValueError for a time at the end of a file, without an end of line, that looks cut off."""
+    others = [
+        _fields(line.rstrip("\r"), delimiter, quote) for line in above.split("\n")[1:-1] if line.strip()
+    ]
+    last = _fields(block.data.decode(errors="replace"), delimiter, quote)
+    whole = [len(fields[-1]) for fields in others if len(fields) == len(last)]
+    if len(whole) > 1 and 0 < len(last[-1]) < min(whole):
+        raise ValueError(
+            f"{block.path}, line {block.line}: the file ends in the middle of a time, it seems: {last[-1]!r} is "
+            f"shorter than those above and has no end of line. If it is whole, end its line"
+        )
+
+
 def _check_lines(block: Block, rows: int) -> None:
     """Raise ValueError where a quoted field has several lines: most often a quote without its partner."""
     lines = block.ends + (not block.data.endswith(b"\n"))
@@ -338,6 +356,9 @@ def _check_lines(block: Block, rows: int) -> None:
         "quotes are plain characters, multiline=true where fields may have several lines"
     )
 
+
+TAIL_BYTES = 1 << 13
+"""Of the lines before the last one, to which it is compared."""
 
 FIRST_BYTES, FIRST_LINES = 1 << 18, 1000
 """Of a file, where its fields are found: a field may be missing in the first object."""

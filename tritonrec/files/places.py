@@ -13,6 +13,7 @@ import io
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -39,6 +40,12 @@ UPLOAD_SECONDS = 30.0
 
 STORE_SECONDS = 60
 """After which a store of Google's that does not answer is an error; pyarrow goes on for 15 minutes."""
+
+METADATA_SERVER = ("169.254.169.254", 80)
+"""By which Google's machines have credentials."""
+
+METADATA_SECONDS = 3.0
+"""For it to answer."""
 
 LARGEST_DOCUMENT = 1 << 30
 """Bytes of a document that is read at once."""
@@ -452,12 +459,33 @@ def with_limit(url: str) -> str:
     return f"{url}{'&' if '?' in url else '?'}retry_limit_seconds={STORE_SECONDS}"
 
 
+def check_credentials(url: str) -> None:
+    """Raise ValueError where there are no credentials for Google's store, whose client tries for minutes."""
+    mine = Path.home() / ".config/gcloud/application_default_credentials.json"
+    named = ("GOOGLE_APPLICATION_CREDENTIALS", "CLOUD_STORAGE_EMULATOR_ENDPOINT", "GCE_METADATA_ROOT")
+    if (
+        not url.startswith(("gs://", "gcs://"))
+        or any(os.environ.get(name) for name in named)
+        or re.search(r"://anonymous@|[?&](anonymous=true|endpoint_override=)", url)
+        or Path(os.environ.get("GOOGLE_GCLOUD_ADC_PATH_OVERRIDE") or mine).exists()
+    ):
+        return
+    try:
+        socket.create_connection(METADATA_SERVER, METADATA_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            "there are no credentials of Google's: call `gcloud auth application-default login`, name a key "
+            "file by GOOGLE_APPLICATION_CREDENTIALS, or write anonymous=true behind a ? for public files"
+        ) from error
+
+
 def filesystem_at(url: str) -> tuple[Any, str]:
     """The file system of a URL, pyarrow's where it has one and else fsspec's, and the path there."""
     try:
         from pyarrow import ArrowInvalid, ArrowNotImplementedError
         from pyarrow.fs import FileSystem
 
+        check_credentials(url)
         try:
             # A key may have blanks and any letters, which a URI has escaped; a bucket has none.
             *bucket, key = with_limit(url).split("/", 3)

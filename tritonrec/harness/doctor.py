@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ..version import __version__
@@ -29,7 +30,7 @@ def doctor(console: Console | None = None) -> int:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts().items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     counts = thread_counts()
     failure = first_variance(lambda x, weight, bias: linear(x, weight, bias, impl="cpu"), counts)
     table.add_row(

@@ -15,6 +15,7 @@ from ...pipeline import PIPELINED
 from ...settings import MOST
 from ..devices import validate_device
 from ..job import Job
+from ..shown import say
 from ..verify.cases import contract_table, small_table
 from ..verify.contract import verify_contract
 from ..verify.record_traces import record_traces
@@ -111,6 +112,6 @@ def verify(
     report = checked(lambda: verify_contract(job, cases, injected, console, timedelta(seconds=timeout)))
     if json_file:
         checked(lambda: report.save(json_file))
-        console.print(f"report written to {json_file}")
+        say(console, f"report written to {json_file}")
     sound = checked(lambda: record_traces(job, str(trace), console)) if trace else True
     raise typer.Exit(0 if report.passed and sound else 1)
