@@ -334,8 +334,8 @@ def _check_whole(block: Block, above: str, delimiter: str, quote: str) -> None:
     whole = [len(fields[-1]) for fields in others if len(fields) == len(last)]
     if len(whole) > 1 and 0 < len(last[-1]) < min(whole):
         raise ValueError(
-            f"{block.path}, line {block.line}: the file ends in the middle of a time, it seems: {last[-1]!r} is "
-            f"shorter than those above and has no end of line. If it is whole, end its line"
+            f"{block.path}, line {block.line}: the file ends in the middle of a time, it seems: {last[-1]!r} "
+            "is shorter than those above and has no end of line. If it is whole, end its line"
         )
 
 
