@@ -43,6 +43,7 @@ def test_training_and_its_checkpoint_need_none_and_an_absence_is_one_sentence_be
     expected = [
         ([*DATA, "--trace", "run.pftrace"], "perfetto", "traces"),
         (["lab", "--png", "run.png", "--trace", "traces"], "matplotlib", "traces"),
+        (["lab"], "perfetto", "traces"),
         (["simulate", "--png", "curve.png"], "matplotlib", "traces"),
         (["fuzz"], "hypothesis", "fuzz"),
         (["serve", "nowhere"], "fastapi", "serve"),

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ...optional import require
 from ...pipeline import STAGED
 from .. import network
 from ..lab import report, rounds, settings
@@ -67,6 +68,7 @@ def lab(
     if clean:
         checked(lambda: rounds.clean_up(console))
         return
+    checked(lambda: require("perfetto", "tritonrec lab"))
     sizes = with_head_width(plan.job.sizes)
 
     def run() -> rounds.Result:
