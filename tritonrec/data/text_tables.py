@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -258,7 +259,8 @@ class CsvFile(TextFile):
         above = b""
         for block in self.blocks(BLOCK_BYTES, quote.encode()):
             if not block.data.endswith(b"\n") and is_time(names[-1], self.format):
-                _check_whole(block, above.decode(errors="replace"), delimiter, quote)
+                with suppress(csv.Error):  # what it says is an error below, or a long field
+                    _check_whole(block, above.decode(errors="replace"), delimiter, quote)
             above = block.data[-TAIL_BYTES:]
             if has_header:
                 block, has_header = _without_first(block), False
