@@ -112,7 +112,7 @@ def test_a_table_that_is_demoted_by_a_size_has_it_until_all_is_in_16_bits():
     ("policy", "passing", "beyond", "kept"),
     [
         (TablePolicy(Eviction("lru", capacity=100)), 60, 200, 16),
-        (TablePolicy(Eviction("lfu", capacity=100)), 60, 200, 0),
+        (TablePolicy(Eviction("lfu", capacity=100)), 80, 200, 0),
         (TablePolicy(Eviction("ttl", ttl=9)), 0, 0, 0),
         (TablePolicy(precision=PrecisionTiers(2, 10)), 60, 0, 0),
         (TablePolicy(precision=PrecisionTiers("19200", 10)), 60, 2 * 200, 0),

@@ -30,7 +30,7 @@ LAST_STEPS_BYTES = 16
 """More of a row once lru evicts: rows by their last step, and those that were used again."""
 COLUMNS_BYTES = 5
 """Of a row in a save for each policy: its number, and whether a buffer has the row."""
-PASS_BYTES = 60
+PASS_BYTES, LFU_PASS_BYTES = 60, 80
 """Of a row of the table while a policy chooses among all of them; lru does in its first pass."""
 
 
@@ -133,8 +133,9 @@ def sizes_of(table: DynamicTable) -> Sizes:
     members, row_bytes, kept, low = len(table.layout.names), 4 * table.row_width, 0, 0.0
     passes = [(0, 0)]  # bytes a row, rows beyond which there are any
     if eviction and (capacity := eviction.rows_of(table.row_width)):
-        passes.append((PASS_BYTES, members * capacity))
-        kept = LAST_STEPS_BYTES if eviction.policy == "lru" else 0
+        by_age = eviction.policy == "lru"
+        passes.append((PASS_BYTES if by_age else LFU_PASS_BYTES, members * capacity))
+        kept = LAST_STEPS_BYTES if by_age else 0
     if tiers and isinstance(tiers.threshold, str):
         most = members * bytes_of(tiers.threshold)
         passes.append((PASS_BYTES, most // (row_bytes + ROW_BYTES)))
