@@ -81,15 +81,15 @@ def test_large_blocks_are_given_back_where_memory_is_kept(monkeypatch):
     return_freed_memory(GIB)
     assert calls == []
     keep_freed_memory()
-    return_freed_memory(32 * MIB - 1)
+    return_freed_memory(4 * MIB - 1)
     assert calls == []
-    return_freed_memory(32 * MIB)
+    return_freed_memory(4 * MIB)
     assert calls == [0]
 
 
 def test_an_index_gives_the_smaller_one_back(monkeypatch):
     calls = trims(monkeypatch)
-    monkeypatch.setattr(host_memory, "_LARGE", 12 * 1024)  # of 1024 slots
+    monkeypatch.setattr(host_memory, "_WASTE", 12 * 1024)  # of 1024 slots
     keep_freed_memory()
     index = KeyIndex(slots=512)
     index.find_or_insert(torch.arange(500) * 977)

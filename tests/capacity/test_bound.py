@@ -111,7 +111,7 @@ def test_a_step_that_is_larger_than_what_is_left_is_named(large):
 
 def trained(results, said=None, **options):
     """A watch of a trainer whose results these are."""
-    groups = SimpleNamespace(world_size=6, machines=2, stop=SimpleNamespace(set=lambda: None))
+    groups = SimpleNamespace(world_size=6, machines=2, shards=6, stop=SimpleNamespace(set=lambda: None))
     tables = SimpleNamespace(groups=[])
     trainer = SimpleNamespace(tables=tables, communicators=groups, next_step=3, run=lambda batches: results())
     return MemoryWatch(trainer, say=(said or []).append, every=0.0, **options)

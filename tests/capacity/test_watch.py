@@ -26,7 +26,7 @@ def grown(monkeypatch, limit, rows=25, ranks=1, **options):
     and what was said. The limit is that of a machine of `ranks` ranks like this one; another has one less."""
     features = [FeatureConfig("a", 4), FeatureConfig("b", 3)]
     tables = HashTableCollection(features, RowOptimizer("adam", lr=0.1), merge=False, slots=8)
-    groups = SimpleNamespace(stop=Event(), world_size=2 * ranks - 1, machines=2)
+    groups = SimpleNamespace(stop=Event(), world_size=2 * ranks - 1, machines=2, shards=1)
     trainer = SimpleNamespace(tables=tables, communicators=groups)
     monkeypatch.setattr(
         watching, "memory_left", lambda own: Room(limit - ranks * in_use(tables), limit, "it")
@@ -90,9 +90,9 @@ def test_nothing_is_said_where_nothing_grows(monkeypatch):
 
 def test_growth_is_measured_anew_where_a_run_has_gone_back(monkeypatch):
     monkeypatch.setattr(watching, "memory_left", lambda own: Room(1 << 40, 1 << 40, "it"))
-    monkeypatch.setattr(watching, "tables_added", lambda tables, rows: 0)
+    monkeypatch.setattr(watching, "tables_added", lambda tables, rows, shards: 0)
     group = SimpleNamespace(table=[])
-    groups = SimpleNamespace(stop=Event(), world_size=1, machines=1)
+    groups = SimpleNamespace(stop=Event(), world_size=1, machines=1, shards=1)
     trainer = SimpleNamespace(tables=SimpleNamespace(groups=[group]), communicators=groups)
     watch = MemoryWatch(trainer, every=0.0)
     for step, rows in [(1, 10), (2, 20), (3, 30), (2, 20), (3, 25)]:
@@ -109,9 +109,9 @@ def test_ranks_of_a_machine_share_what_is_left_of_it(monkeypatch, world_size, ma
     """To the step: a rank's tables take 1,000 bytes a step, of what is left for it."""
     left, said = 900_000, []
     monkeypatch.setattr(watching, "memory_left", lambda _: Room(left + 77, 1 << 40, "it", own))
-    monkeypatch.setattr(watching, "tables_added", lambda tables, rows: 100 * sum(rows))
+    monkeypatch.setattr(watching, "tables_added", lambda tables, rows, shards: 100 * sum(rows))
     group = SimpleNamespace(table=[])
-    groups = SimpleNamespace(stop=Event(), world_size=world_size, machines=machines)
+    groups = SimpleNamespace(stop=Event(), world_size=world_size, machines=machines, shards=1)
     trainer = SimpleNamespace(tables=SimpleNamespace(groups=[group]), communicators=groups)
     watch = MemoryWatch(trainer, every=0.0, reserve=77, say=said.append)
     for step in range(1, 4):

@@ -66,6 +66,29 @@ def test_a_capacity_bounds_the_rows_of_each_table_by_its_own_new_ones(model, mer
     assert rows != free
 
 
+@pytest.mark.parametrize("admission", [2, 4])
+def test_rows_and_waiting_keys_of_a_run_that_admits_late(admission):
+    run = replace(RUN, job=replace(JOB, policy=TablePolicy(admission=admission, admission_window=5)))
+    counted = count_rows(run)
+    model, tables, optimizer = run.job.build(run.optimizer)
+    with Trainer(model, tables, optimizer, Communicators.local(), "sequential", RUN.window) as trainer:
+        most = [
+            len(tables.groups[0].table._candidates)
+            for _ in trainer.run(map(run.job.loader().batch, range(24)))
+        ]
+    assert counted.rows == [len(tables.groups[0].table)] != count_rows(RUN).rows
+    assert counted.waiting == [max(most)] and most[-1] > 0
+
+
+def test_keys_that_wait_for_a_row_are_memory():
+    waits = [replace(tried().tables[0], waiting=48_000)]
+    found = forecast(RUN, [tried(tables=waits)] * 2, Counted([20], 24, [4001]), None)
+    plain = forecast(RUN, [tried()] * 2, Counted([20], 24, [0]), None)
+    assert found.ranks[0].peak - plain.ranks[0].peak == 48 * 2001 - 48_000
+    assert plain.ranks[0].work - found.ranks[0].work == 48_000
+    assert found.ranks[0].keys - plain.ranks[0].keys == 48 * 2001
+
+
 def tried(**changes):
     """A rank of 10 rows of 100 bytes, with other values."""
     found = Rank(
@@ -87,7 +110,9 @@ def test_the_parts_of_a_rank():
     slots = 1 << 21  # a million keys, at most three quarters full
     assert (need.process, need.dense) == (1000 * MIB - 3, 7)
     assert (need.rows, need.states, need.values) == (25_000_000, 75_000_000, 100 * 1_000_000)
-    assert need.keys == 12 * slots and need.doubling == 12 * 16
+    # The last doubling begins at 786,432 rows, and both structures are there for 209,715 more at most.
+    doubling = 12 * slots // 2 - 100 * (1_000_000 - 786_432 - 209_715)
+    assert need.keys == 12 * slots and need.doubling == doubling > 0
     assert need.work == 200 * MIB - 10 * 100 - 12 * 16 - 4
     training = need.process + need.dense + need.work + need.values + need.keys + need.doubling
     assert need.peak == training + need.evaluation + need.saving
@@ -155,24 +180,39 @@ def test_the_highest_phase_is_the_peak():
 
 
 def test_what_lacks_and_what_would_fit():
-    ranks = [tried(), tried()]
-    fits = of(*ranks, rows=10_000_000)
+    """With what policies and a disk take of a row beside its values: here of 1,000 bytes."""
+    sizes = Sizes(10, 1000, 12 * 16, 0, 0, weight_bytes=250)
+    ranks, count = [tried(tables=[sizes]) for _ in range(2)], 10_000_000
+    fits = of(*ranks, rows=count)
     assert fits.lacking < 0 and not fits.advice()
     needed = sum(rank.peak for rank in fits.ranks)
-    short = of(*ranks, rows=10_000_000, left=needed - 300 * MIB)
-    assert short.lacking == 300 * MIB
+    left = needed - 3000 * MIB
+    short = of(*ranks, rows=count, left=left)
+    assert short.lacking == 3000 * MIB
     machines, evicting, disk, tiers = short.advice()
+
+    def with_tables(rows=count, **changes):
+        other = replace(sizes, **changes)
+        return of(*[tried(tables=[other]) for _ in ranks], rows=rows, left=left).lacking
+
+    # Metadata of one policy, and of a pass, are those of the trial's rows more: ten have none yet.
+    chooses = {"passing": 60, "policies": 1}
     size = int(tiers.partition("tiers ")[2].partition("MiB:100")[0]) * MIB
-    halved = [replace(each, tables=[replace(table, size=size) for table in each.tables]) for each in ranks]
-    assert -2 * MIB <= of(*halved, rows=10_000_000, left=needed - 300 * MIB).lacking <= 0
-    assert machines == "tables on 2 machines of 2 ranks each" and tiers.endswith("less")
+    assert -60 * MIB <= with_tables(size=size, **chooses) <= 0
+    assert machines == "tables on 2 machines of 2 ranks each"
+    assert tiers.endswith("4.7 GiB less, and 821 MiB more while it chooses"), tiers
     memory = int(disk.removeprefix("--storage disk: --disk-memory ").partition("MiB")[0]) * MIB
     assert "% of the rows in memory" in disk and memory > 100 * MIB
-    bounded = [replace(each, tables=[replace(table, most=memory) for table in each.tables]) for each in ranks]
-    assert -2 * MIB <= of(*bounded, rows=10_000_000, left=needed - 300 * MIB).lacking <= 0
+    places = 8 * count + 11 * 2 * memory // 1000
+    assert -60 * MIB <= with_tables(most=memory) + places <= 0
     size = int(evicting.partition("lru:")[2].partition("MiB")[0]) * MIB
-    rows = Eviction("lru", capacity=f"{size}").rows_of(25)
-    assert of(*ranks, rows=rows, left=needed - 300 * MIB).lacking <= 0
+    kept = Eviction("lru", capacity=f"{size}").rows_of(250)
+    assert -100 * MIB <= with_tables(rows=kept, kept=16, **chooses) <= 0
+    ranks = [tried(), tried()]
+    fits = of(*ranks, rows=count)
+    needed = sum(rank.peak for rank in fits.ranks)
+    tiers = of(*ranks, rows=count, left=needed - 100 * MIB).advice()[-1]
+    assert tiers.endswith("more while it chooses, not enough alone"), tiers
     rest = needed - sum(rank.tables for rank in fits.ranks)
     work = sum(rank.work for rank in fits.ranks)
     (only,) = of(*ranks, left=rest - work // 4).advice()
@@ -198,7 +238,8 @@ def test_what_would_fit_where_keys_alone_do_not():
         replace(each, tables=[replace(table, most=memory, most_keys=MIB) for table in each.tables])
         for each in ranks
     ]
-    assert -6 * MIB <= of(*bounded, rows=rows, left=left).lacking <= 0
+    places = 11 * 2 * memory // 100
+    assert -6 * MIB <= of(*bounded, rows=rows, left=left).lacking + places <= 0
     (disk,) = (each for each in of(*ranks, rows=rows, left=rest + 60 * MIB).advice() if "disk" in each)
     assert "of keys alone do not fit, nor do 64 MiB of places of rows" in disk, disk
 

@@ -10,6 +10,8 @@ import commands
 import pytest
 
 from tritonrec.capacity import MemoryWatch
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import Placement
 from tritonrec.harness.cli.job import ready
 from tritonrec.harness.job import Job
 from tritonrec.harness.train.loop import train
@@ -44,8 +46,55 @@ def memory_ends(monkeypatch):
     monkeypatch.setattr(MemoryWatch, "on_step_end", look)
 
 
+def test_memory_goes_back_before_rows_go_to_a_file(memory_ends, tmp_path, monkeypatch):
+    """What tables in memory had would be kept for them otherwise, beside those on disk."""
+    returned = []
+    monkeypatch.setattr(sys.modules[train.__module__], "return_freed_memory", returned.append)
+    run = replace(RUN, checkpoint=tmp_path / "run", spill=f"64KiB:{tmp_path}")
+    assert train(Communicators.local(), run, True)["step"] == 30 and returned == [1 << 30]
+
+
+def test_a_run_that_a_user_stops_stays_stopped(monkeypatch, tmp_path):
+    def look(watch, step):
+        if step == 9:
+            watch._trainer.communicators.stop.set()
+
+    monkeypatch.setattr(MemoryWatch, "on_step_end", look)
+    run = replace(RUN, checkpoint=tmp_path / "run", spill=f"64KiB:{tmp_path}")
+    found = train(Communicators.local(), run, True)
+    assert found["stopped"] and not found["out_of_memory"] and found["step"] < 30
+    assert not found["tables"]["disk"]
+
+
+@pytest.mark.parametrize(("storage", "then"), [("auto", "disk"), ("host", "disk"), ("cached", "cached")])
+def test_what_goes_on_has_the_settings_of_the_run_but_for_its_rows(storage, then, tmp_path):
+    """A log that new data was added to, and settings that were changed, are those of its first half."""
+    job = replace(JOB, placement=Placement(storage))
+    run = replace(
+        RUN, job=job, checkpoint=tmp_path, spill="3MiB:a:b", resume=True, new_data=True, changed=("job.lr",),
+        plan=tmp_path / "plan.json",
+    )  # fmt: skip
+    on_disk = Placement(then, path="a:b", memory="3MiB")
+    assert run.spilled() == replace(
+        run,
+        job=replace(job, placement=on_disk),
+        resume="auto",
+        new_data=False,
+        changed=(),
+        plan=None,
+        spill="",
+    )
+
+
+def test_rows_on_a_device_do_not_spill(tmp_path):
+    with pytest.raises(ValueError, match="spill goes with rows in host memory and a limit"):
+        replace(RUN, job=replace(JOB, placement=Placement("device")), checkpoint=tmp_path, spill="3MiB:/data")
+
+
 SPILLS = """
 from tritonrec.capacity import MemoryWatch
+from tritonrec.distributed import Communicators
+from tritonrec.embedding import Placement
 from tritonrec.__main__ import main
 
 def look(watch, step):

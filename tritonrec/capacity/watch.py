@@ -157,10 +157,10 @@ class MemoryWatch:
 
     def _steps_until(self, left: int) -> int:
         """Steps until the tables have taken `left` bytes more, at most `ahead` + 1."""
-        rates, tables = self._rates(), self._trainer.tables
+        rates, tables, shards = self._rates(), self._trainer.tables, self._trainer.communicators.shards
 
         def fits(steps: int) -> bool:
-            return tables_added(tables, [math.ceil(rate * steps) for rate in rates]) < left
+            return tables_added(tables, [math.ceil(rate * steps) for rate in rates], shards) < left
 
         low, high = 0, self._ahead + 1
         if fits(high):

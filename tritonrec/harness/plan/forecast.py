@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from ...capacity import Room, memory_left
-from ...capacity.footprint import SNAPSHOT_BYTES
+from ...capacity.footprint import (
+    LAST_STEPS_BYTES,
+    METADATA_BYTES,
+    PASS_BYTES,
+    WAITING_BYTES,
+    WAITING_SAVED,
+)
+from ...embedding.candidates import Candidates
 from ...embedding.key_index import KeyIndex
 from ...embedding.policy import ROW_BYTES
 from ...settings import in_bytes
@@ -16,7 +23,11 @@ from .trial import Rank
 
 COUNT_SECONDS = 20.0
 PLACE_BYTES = 8
-"""Of a row whose key is on disk: its place in memory, while these double."""
+"""Of a row on disk: its place in memory, while these double."""
+CACHED_BYTES = 11
+"""Of a row in memory before a disk, beside its values and place (`tritonrec.embedding.cached_storage`)."""
+EVICTED_BYTES = 32
+"""Of a key in a structure that is 3/8 full."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +35,38 @@ class Counted:
     """Rows of each table, over all ranks, that a run of so many steps looks up.
 
     Args:
-        rows: at its end. steps: whose batches were counted; beyond them rows go on growing as over the
-            second half of these, by a power of the steps.
+        rows: at its end. waiting: keys at most that wait for a row, of those counted. logical: tables.
+        steps: whose batches were counted; beyond them rows go on growing as over the second half of these, by
+            a power of the steps.
     """
 
     rows: list[int]
     steps: int
+    waiting: list[int] = field(default_factory=list)
+    logical: int = 1
 
 
 def count_rows(run: Run, seconds: float = COUNT_SECONDS) -> Counted:
-    """Read batches of the run for `seconds` at most, without training; capacities of eviction bound rows."""
+    """Read batches of the run for `seconds` at most, without training; admission delays rows, and capacities
+    of eviction bound them.
+    """
     tables, loader = run.job.tables(run.optimizer), run.job.loader()
     indices = [KeyIndex() for _ in tables.groups]
+    policies = [group.table.policy for group in tables.groups]
+    candidates = [Candidates(each.admission, each.admission_window, 1024) for each in policies]
+    waiting = [0] * len(indices)
     counts: list[list[int]] = []
     began = time.monotonic()
     while len(counts) < run.steps and (not counts or time.monotonic() - began < seconds):
-        for index, keys in zip(indices, tables.keys(loader.batch(len(counts)).lookups()), strict=True):
-            index.find_or_insert(keys.unique())
+        step = len(counts)
+        for number, keys in enumerate(tables.keys(loader.batch(step).lookups())):
+            index, new = indices[number], keys.unique()
+            if policies[number].admission > 1:
+                candidates[number].forget(step)
+                new = new[index.find(new) < 0]
+                new = candidates[number].count(new, step).take(new)
+                waiting[number] = max(waiting[number], len(candidates[number]))
+            index.find_or_insert(new)
         counts.append([len(index) for index in indices])
     steps = len(counts)
     rows = []
@@ -54,7 +80,7 @@ def count_rows(run: Run, seconds: float = COUNT_SECONDS) -> Counted:
         if capacity:
             now = min(now, capacity * len(group.layout.names) + max(seen[:2]))
         rows.append(now)
-    return Counted(rows, steps)
+    return Counted(rows, steps, waiting, sum(len(group.layout.names) for group in tables.groups))
 
 
 @dataclass(frozen=True)
@@ -101,7 +127,7 @@ class Forecast:
         step_seconds, seconds: of a step, and of all with evaluations and saves, beyond the start.
         link_bytes: sent by a rank in a step. disk_read, disk_written: bytes of rows on disk, as well.
         checkpoint: bytes of a whole one. merged: tables that each rank has a part of. replicas: of
-            these.
+            these. logical: tables in all of these, which policies bound one by one.
     """
 
     ranks: list[Need]
@@ -117,6 +143,7 @@ class Forecast:
     checkpoint: int
     merged: int = 1
     replicas: int = 1
+    logical: int = 1
 
     @property
     def lacking(self) -> int:
@@ -142,15 +169,24 @@ class Forecast:
                 f"{in_bytes(rest)} of it are no tables; {in_bytes(work)} of these, windows in flight and "
                 f"activations, go by the batch: {smaller}, more micro-batches (--micro-batches), or {fewer}"
             ]
-        machines = -(-tables // left)
+        machines, rows = -(-tables // left), max(self.rows * self.replicas, 1)
         values = sum(rank.values for rank in self.ranks)
-        half, keys = values // 2, tables - values
-        size = ((left - keys) // self.replicas + ROW_BYTES * self.rows) // self.merged >> 20
-        memory, share = (left - keys) // (len(self.ranks) * self.merged), (left - keys) / max(values, 1)
+        half, keys, row = values // 2, tables - values, max(values // rows, 1)
+        evicting = EVICTED_BYTES + METADATA_BYTES + LAST_STEPS_BYTES + PASS_BYTES
+        kept = left // (row + evicting) * (row + ROW_BYTES) // self.replicas // self.logical
+        passing = (METADATA_BYTES + PASS_BYTES) * rows + keys // 2
+        size = ((left - keys - passing) // self.replicas + ROW_BYTES * self.rows) // self.logical >> 20
+        places, cached = PLACE_BYTES * rows, row / (row + CACHED_BYTES)
+
+        def in_memory(free: int) -> int:
+            """Of `--disk-memory`, which each rank has for each of its tables."""
+            return int(free * cached) // (len(self.ranks) * self.merged)
+
+        memory = in_memory(left - keys - keys // 2 - places)  # keys may double where rows no longer grow
+        share = memory * len(self.ranks) * self.merged / max(values, 1)
         disk = f"--disk-memory {memory >> 20}MiB, {share:.0%} of the rows in memory, the others in a file"
         if memory < 1 << 20:
-            places = PLACE_BYTES * self.rows * self.replicas
-            memory = (left - places) // (len(self.ranks) * self.merged)
+            memory = in_memory(left - places)
             disk = f"{in_bytes(keys)} of keys alone do not fit"
             if memory < 1 << 20:
                 disk += f", nor do {in_bytes(places)} of places of rows where keys are on disk, too"
@@ -161,10 +197,11 @@ class Forecast:
         return [
             *(f"--replicas {count}: one takes {in_bytes(tables // self.replicas)}" for count in copies),
             f"tables on {machines} machines of {len(self.ranks)} ranks each",
-            f"--evict lru:{left >> 20}MiB, which keeps the rows used last",
+            f"--evict lru:{kept >> 20}MiB, which keeps the rows used last",
             f"--storage disk: {disk}",
             f"--precision-tiers {max(size, 1)}MiB:100, which stores the rows used least in 16 bits: up to "
-            f"{in_bytes(half)} less" + ("" if half >= self.lacking else ", not enough alone"),
+            f"{in_bytes(half)} less, and {in_bytes(passing)} more while it chooses"
+            + ("" if half - passing >= self.lacking else ", not enough alone"),
         ]
 
 
@@ -185,27 +222,32 @@ def forecast(
         run.steps * step + beside, max(rank.link_bytes for rank in ranks),
         max(rank.disk_read for rank in ranks), max(rank.disk_written for rank in ranks),
         ranks[0].dense_bytes + sum(rows * (table.row_bytes + 8) for rows, table in tables),
-        len(counted.rows), replicas,
+        len(counted.rows), replicas, max(counted.logical, len(counted.rows)),
     )  # fmt: skip
 
 
 def _need(run: Run, rank: Rank, counted: Counted, shards: int) -> Need:
     """Of a rank that has one of so many equal shards of the rows."""
-    tables = [
-        table if table.size is None else replace(table, size=table.size // shards) for table in rank.tables
-    ]
+    tables = [table.shard(shards) for table in rank.tables]
     at_the_end = [
         (table, max(-(-rows // shards) - table.rows, 0))
         for rows, table in zip(counted.rows, tables, strict=True)
     ]
-    had = sum(table.values(table.rows) + table.keys + table.metadata for table in tables)
-    added = sum(table.added(more, at_peak=False) for table, more in at_the_end)
-    peak = sum(table.added(more) for table, more in at_the_end)
+    waits = [-(-count // shards) for count in counted.waiting]
+    waiting = max(WAITING_BYTES * sum(waits) - sum(table.waiting for table in tables), 0)
+    had = sum(table.values(table.rows) + table.keys + table.metadata + table.waiting for table in tables)
+    added = sum(table.added(more, at_peak=False) for table, more in at_the_end) + waiting
+    peak = sum(table.added(more) for table, more in at_the_end) + waiting
     values = sum(table.values(table.rows + more) for table, more in at_the_end)
     weights = sum(table.weights(table.rows + more) for table, more in at_the_end)
     training = rank.trained + peak
     evaluating = rank.evaluated + added
-    saving = rank.saved + added + SNAPSHOT_BYTES * sum(more for _, more in at_the_end)
+    saving = (
+        rank.saved
+        + added
+        + sum(table.saving(table.rows + more) - table.saving(table.rows) for table, more in at_the_end)
+    )
+    saving += WAITING_SAVED * waiting // WAITING_BYTES
     highest = max(training, evaluating, saving if run.checkpoint else 0)
     return Need(
         process=rank.began - rank.dense_began,

@@ -32,7 +32,7 @@ KINDS = {
     "rows": "rows",
     "states": "optimizer states of rows",
     "keys": "keys, scores, counts",
-    "doubling": "key structure while it doubles",
+    "doubling": "key structure while it doubles, policies while they choose",
     "evaluation": "more in an evaluation",
     "saving": "more in a save",
     "peak": "at most at one time",
