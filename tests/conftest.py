@@ -1,5 +1,6 @@
 """Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
+import atexit
 import gc
 import os
 import resource
@@ -127,6 +128,7 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)  # behind pytest's own last collections
 
 
 def _enter_on_main_thread(patch, enter=mock._patch.__enter__):
