@@ -1,5 +1,6 @@
 """Without a GPU, real or emulated, Triton kernels are interpreted; one pool of ranks serves all tests."""
 
+import atexit
 import gc
 import os
 import resource
@@ -51,12 +52,18 @@ def pytest_addoption(parser):
         "of a property a fifth of its examples, and none marked `if_changed` that nothing concerns that has "
         "changed since --changed-since",
     )  # fmt: skip
+    parser.addoption(
+        "--draw", metavar="TEXT", help="which cases: others for another text; the commit by default"
+    )
     parser.addoption("--long", action="store_true", help="with --most-cases: those marked `if_changed` too")
 
 
 def pytest_configure(config):
     if config.getoption("--most-cases") is not None:  # before properties are read, which keep their profile
         settings.load_profile("few")
+        if config.option.draw is None:  # pytest-xdist hands it to its processes
+            head = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)
+            config.option.draw = head.stdout[:12]
     config.stash[LEFT_OUT], config.stash[CONCERNED] = {}, []
     if hasattr(config, "workerinput"):
         config.stash[LEFT_OUT], config.stash[CONCERNED] = config.workerinput["changed"]
@@ -87,6 +94,8 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--most-cases") is not None:
+        terminalreporter.write_line(f"cases as drawn by --draw '{config.option.draw}'")
     if tools := config.stash[LEFT_OUT]:
         listed = ", ".join(f"{tool} ({len(files)} files)" for tool, files in tools.items())
         since = config.getoption("--changed-since")
@@ -105,7 +114,7 @@ def pytest_collection_modifyitems(config, items):
     if (most := config.getoption("--most-cases")) is None:
         return
     files = None if config.getoption("--long") else {ROOT / file for file in config.stash[CONCERNED]}
-    kept = thinned([item for item in items if files is None or runs(item, files)], most)
+    kept = thinned([item for item in items if files is None or runs(item, files)], most, config.option.draw)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
@@ -119,10 +128,7 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # behind pytest's own last collections
 
 
 def _enter_on_main_thread(patch, enter=mock._patch.__enter__):

@@ -82,10 +82,10 @@ def slow_on_triton(impls: Iterable[Any], names: Iterable[Any], quick: Collection
     return pairs
 
 
-def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
+def thinned(items: Iterable[pytest.Item], most: int, draw: str = "") -> set[pytest.Item]:
     """Of the cases of a test, and of an op in it, `most` and a sixteenth of the others.
 
-    They are spread over the parameters, and stay the same while their names do. Those marked ``every_case``
+    They are spread over the parameters, and follow from `draw` and their names. Those marked ``every_case``
     stay whole: a case of a judge that is left out is a judge that nobody watches. So do those of `WHOLE`.
     """
     cases, kept, whole = defaultdict(list), set(), of_whole_files()
@@ -96,7 +96,7 @@ def thinned(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
         op = item.callspec.params.get("op") if hasattr(item, "callspec") else None
         cases[item.nodeid.partition("[")[0], op].append(item)
     for each in cases.values():
-        each.sort(key=lambda item: (crc32(item.nodeid.encode()), item.nodeid))
+        each.sort(key=lambda item: (crc32(f"{draw}{item.nodeid}".encode()), item.nodeid))
         kept.update(each[: most + max(0, len(each) - most) // 16])
     return kept
 

@@ -28,6 +28,7 @@ def test_few_cases_stay_and_of_many_some_of_all_parts():
     many = numbers([case(n) for n in range(166)], most=6)
     assert len(many) == 6 + 160 // 16 and {n // 42 for n in many} == {0, 1, 2, 3}
     assert numbers([case(n) for n in reversed(range(166))], most=6) == many  # in whatever order they come
+    assert many != numbers([case(n) for n in range(166)], most=6, draw="b")
 
 
 def test_every_test_and_every_op_has_its_own():

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 import zlib
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import islice
@@ -290,8 +291,8 @@ def intended(root: Path) -> Iterator[tuple[Mutant, list[str]]]:
 
 def _alike(one: str, other: str) -> int:
     """Characters that two texts begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    shorter = range(min(len(one), len(other)))
+    return bisect_left(shorter, True, key=lambda n: one[: n + 1] != other[: n + 1])
 
 
 def main() -> None:

@@ -230,6 +230,7 @@ def test_the_command_searches(tmp_path):
     assert code == 0 and "1 configurations in" in output and "1 identical" in output
 
 
+@pytest.mark.if_changed
 def test_shrinking_goes_on_though_there_are_enough(monkeypatch):
     def evidence(self, configuration):
         if configuration.micro_batches > 2:

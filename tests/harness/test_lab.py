@@ -111,6 +111,7 @@ def test_losses_are_equal_across_modes_and_rounds(result):
 
 
 @pytest.mark.multi_rank
+@pytest.mark.if_changed
 def test_a_wrong_loss_prints_no_figure(plan, runs):
     ids, values = runs[0][1].losses[3]
     spoilt = replace(runs[0][1], losses={**runs[0][1].losses, 3: (ids, values + np.float32(1e-3))})
@@ -199,6 +200,7 @@ def copies(job, pool, tmp_path_factory):
 
 
 @pytest.mark.multi_rank
+@pytest.mark.if_changed
 def test_the_replica_reduction_is_counted(copies):
     for run, row in zip(copies[0], copies[1].rows, strict=True):
         spans, seen = read(run.trace).spans, row.figures

@@ -12,6 +12,7 @@ from tritonrec.capacity import watch as watching
 TRAIN = ["--data", "zipf:users=60,items=300,seed=1", "--dim", "8", "--max-seq-len", "8", "--batch-size", "8"]
 
 
+@pytest.mark.if_changed
 def test_train_saves_and_goes_on_with_the_same_bits(monkeypatch, tmp_path):
     """A run that stopped for memory and goes on with more has the state of one that was never stopped."""
     at, whole, done = tmp_path / "run", tmp_path / "whole.json", tmp_path / "done.json"

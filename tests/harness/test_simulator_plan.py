@@ -67,6 +67,7 @@ def test_a_crowded_network_is_planned_in_groups():
     assert search(COSTS, 4).candidates[0].plan.replicas == 1
 
 
+@pytest.mark.if_changed
 def test_the_plan_is_the_fastest_of_those_simulated():
     advice = search(COSTS)
     best = advice.candidates[0]

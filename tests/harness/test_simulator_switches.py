@@ -107,6 +107,7 @@ def report(kept=0.8, emulated=()):
     }
 
 
+@pytest.mark.if_changed
 def test_the_command_says_what_each_switch_saves(tmp_path):
     costs, plans = tmp_path / "costs.json", tmp_path / "plans.json"
     slow = {**SECONDS, "retrieve": 0.6, "write_back": 0.5}

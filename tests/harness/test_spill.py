@@ -124,6 +124,7 @@ def test_ranks_of_a_launcher_go_on_with_the_same_bits(tmp_path):
     assert found["tables"]["disk"] > 0 and found["step"] == 30
 
 
+@pytest.mark.if_changed
 def test_the_command_goes_on_with_the_same_bits(memory_ends, tmp_path):
     whole, spilled = tmp_path / "whole.json", tmp_path / "spilled.json"
     code, output, _ = commands.invoke("train", *TRAIN, "--memory-limit", "none", "--json", whole)

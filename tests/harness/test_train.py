@@ -77,6 +77,7 @@ def test_evaluating_in_between_changes_nothing(job, reference):
     assert same(train(Communicators.local(), run, quiet=True), reference)
 
 
+@pytest.mark.if_changed
 def test_resuming_at_another_world_size_changes_nothing(pool, job, reference, tmp_path):
     run = Run(job, "nestpipe", WindowConfig(2), steps=4, checkpoint=str(tmp_path))
     pool.run(train, 3, run, True)
@@ -87,6 +88,7 @@ def test_resuming_at_another_world_size_changes_nothing(pool, job, reference, tm
 POLICY = TablePolicy(Eviction("lru", capacity=60, every=2), admission=2, precision=PrecisionTiers(2, every=3))
 
 
+@pytest.mark.if_changed
 def test_changes_saved_beside_training_add_up_to_the_state(pool, job, tmp_path):
     """Deltas at three ranks, one update of two batches at a time; another layout and world size go on."""
     job = replace(job, policy=POLICY, batch_size=7, num_negatives=1)

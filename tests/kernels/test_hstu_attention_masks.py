@@ -8,6 +8,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from impls import GPU
+from speeds import examples
 
 from tritonrec.kernels.hstu_attention.call import HSTUMask
 from tritonrec.kernels.hstu_attention.masks import visible
@@ -171,7 +172,7 @@ def marked(length, targets, contexts, mask, queries, own, step):
 
 @pytest.mark.slow
 @TRITON
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(sequences(), st.sampled_from([(16, 8), (16, 16), (8, 8), (32, 8)]))
 @example((16, 0, 0, Mask(1, 14), 16), (8, 8))  # the last row misses the first column of a causal block
 @example((24, 0, 9, Mask(1, 8), 24), (8, 8))  # contextual tokens count as one place

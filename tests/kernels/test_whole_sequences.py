@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from impls import IMPLS, TRITON
-from speeds import slow_on_triton
+from speeds import examples, slow_on_triton
 from torch import Tensor
 
 from tritonrec.kernels.softmax_attention.op import Call
@@ -156,7 +156,7 @@ def test_nan_stays_in_its_sequence_and_is_seen(name, impl):
 
 
 @pytest.mark.parametrize("name", OPS)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     lengths=st.lists(st.integers(0, 23), min_size=1, max_size=5), heads=st.integers(1, 3),
     dim=st.integers(1, 19), seed=st.integers(0, 2**32 - 1), data=st.data(),

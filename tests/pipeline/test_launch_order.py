@@ -17,7 +17,7 @@ from fake_accelerator import FakeAccelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import FORMS
-from speeds import slow_except
+from speeds import examples, slow_except
 from test_replicas import JOB
 from test_switches import same, state
 
@@ -94,7 +94,7 @@ def jitter(seed):
     return lambda task: random.random() * 0.002
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(st.sampled_from(sorted(FORMS)), st.integers(1, 3), st.integers(0, 2**32))
 def test_ranks_launch_in_the_order_of_the_schedule_whatever_their_timing(mode, micro_batches, seed):
     schedule = FORMS[mode]

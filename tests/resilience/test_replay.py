@@ -10,7 +10,7 @@ import torch
 import trainer_parts as parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from speeds import slow_except
+from speeds import examples, slow_except
 
 from tritonrec import nn
 from tritonrec.data import NextItemLoader, load
@@ -385,7 +385,7 @@ def test_a_ledger_takes_every_place_of_a_step_in_turn(one_in):
 
 
 @given(st.floats(1e-4, 1), st.integers(1, 5), st.integers(1, 6))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_plan_takes_every_rank_and_place_in_turn(share, world_size, micro_batches):
     plan = Plan(share, world_size, micro_batches)
     updates = plan.period * micro_batches if plan.period < 300 else 2 * plan.most_updates
@@ -430,7 +430,7 @@ def test_a_message_is_its_tensors():
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_no_flipped_bit_of_a_message_gets_in(data):
     message = pack(TENSORS, torch.device("cpu"))
     message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import examples
 from thread_ranks import Clock, ThreadRanks, lags
 
 from tritonrec.distributed import RankDiedError
@@ -97,7 +98,7 @@ def exercise(
     return max((lag for own in found for step in own for lag in step), default=0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.data())
 def test_what_was_sent_arrives_and_no_two_ranks_are_further_apart_than_the_bound(data):
     bound = data.draw(st.integers(0, 3), "bound")

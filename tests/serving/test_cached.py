@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import examples
 
 from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, ops
 from tritonrec.data import Interactions, NextItemLoader, Vocabulary, load
@@ -192,7 +193,7 @@ OPERATIONS = st.one_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(operations=st.lists(OPERATIONS, min_size=4, max_size=14))
 def test_any_sequence_of_calls_gives_the_bits_of_recomputation(made, kind, operations):
     exports = made(*kind)

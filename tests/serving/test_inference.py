@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speeds import examples
 from thread_ranks import Clock, ThreadRanks
 
 from tritonrec.data import ClickBatch, KeyedJaggedTensor
@@ -104,7 +105,7 @@ def test_every_bound_gives_the_bits_of_synchronous_inference():
     assert len({round(float(p), 4) for p in torch.cat(expected)}) > 20  # not one constant
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     bound=st.integers(0, 5),
     sizes=st.lists(st.integers(0, 9), max_size=9),

@@ -68,6 +68,7 @@ def test_of_equal_scores_the_smaller_id_comes_first(hstu, spread):
     assert ids[0].tolist() == spread.item_ids[:9].tolist() and not scores.any()
 
 
+@pytest.mark.if_changed
 def test_no_process_has_all_rows_and_the_front_has_none(spread, hstu):
     assert all(table.weights.numel() == 0 for table in spread.tables.values())
     shapes = spread.ranks._run(shapes_of)
