@@ -46,7 +46,7 @@ test: .venv/installed
 	$(PYTEST) -m "not slow" --most-cases 2 $$(ci/changed_since.sh)
 
 test-long: .venv/installed
-	$(PYTEST) -m "not slow" --most-cases 2 --long
+	$(PYTEST) -m "not slow" --most-cases 2 --long --draw "$$(git rev-parse --short=12 HEAD)"
 
 test-all: .venv/installed
 	$(PYTEST)

@@ -53,7 +53,7 @@ def pytest_addoption(parser):
         "changed since --changed-since",
     )  # fmt: skip
     parser.addoption(
-        "--draw", metavar="TEXT", help="which cases: others for another text; the commit by default"
+        "--draw", metavar="TEXT", default="", help="which cases: others for another text"
     )
     parser.addoption("--long", action="store_true", help="with --most-cases: those marked `if_changed` too")
 
@@ -61,9 +61,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--most-cases") is not None:  # before properties are read, which keep their profile
         settings.load_profile("few")
-        if config.option.draw is None:  # pytest-xdist hands it to its processes
-            head = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)
-            config.option.draw = head.stdout[:12]
     config.stash[LEFT_OUT], config.stash[CONCERNED] = {}, []
     if hasattr(config, "workerinput"):
         config.stash[LEFT_OUT], config.stash[CONCERNED] = config.workerinput["changed"]
