@@ -3,7 +3,7 @@
 The tools are `TOOLS`; what trains imports none of them. Of the four in braces `embedding` imports
 `distributed` and `data`, and `distributed` imports `trace`.
 
-Anyone may import `files`, `host_memory`, `optional`, `settings` and `version`, which import nothing.
+Anyone may import `files`, `host_memory`, `optional`, `room`, `settings` and `version`, which import nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tritonrec"
 
 # The packages that each package may import from, besides itself.
 BELOW_PIPELINE = {"embedding", "distributed", "data", "trace", "nn", "checkpoint"}
-FOR_ALL = ("files", "host_memory", "optional", "settings", "version")
+FOR_ALL = ("files", "host_memory", "optional", "room", "settings", "version")
 MAY_IMPORT = {
     "files": set(),
     "settings": set(),
     "optional": set(),
+    "room": set(),
     "host_memory": set(),
     "version": set(),
     "kernels": set(),

@@ -30,9 +30,12 @@ from tritonrec.distributed import (
     launch,
     rank_process,
 )
+from tritonrec.distributed.launch import RANK_BYTES
 from tritonrec.distributed.rank_process import StopRequests, is_lost
 from tritonrec.distributed.signals import end_with_parent
 from tritonrec.ops import ExactSumError
+from tritonrec.resilience import ElasticPool, elastic_pool
+from tritonrec.room import Room
 
 pytestmark = pytest.mark.multi_rank
 WORLD = 3
@@ -73,6 +76,24 @@ def stall(communicators, victim):
 
 def come_late(rank):
     time.sleep(5 * rank)
+
+
+@pytest.mark.parametrize("pool", [lambda: RankPool((2, 99)), lambda: ElasticPool(99).run(print)])
+def test_more_ranks_than_memory_are_refused_before_one_starts(monkeypatch, pool):
+    def start(*_):
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(launch, "start_process", start)
+    monkeypatch.setattr(elastic_pool, "start_process", start)
+    monkeypatch.setattr(launch, "memory_left", lambda: Room(99 * RANK_BYTES - 1, 1 << 40, "the machine"))
+    with pytest.raises(
+        ValueError, match=r"^99 ranks take 12\.4 GiB .* the machine has .*: start 98 at most$"
+    ):
+        pool()
+    monkeypatch.setattr(launch, "memory_left", lambda: Room(99 * RANK_BYTES, 1 << 40, "the machine"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with pytest.warns(RuntimeWarning, match="^99 ranks share 2 processors"), pytest.raises(AssertionError):
+        pool()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, WORLD])

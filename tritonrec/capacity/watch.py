@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..room import Room, memory_left
 from ..settings import in_bytes, typed
 from .bound import bound_data, lift_bound, stacks, tells_of_memory
 from .footprint import tables_added
-from .room import Room, memory_left
 
 if TYPE_CHECKING:
     from ..data import Batch

@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..files.places import require_current_folder
+from ..room import memory_left
+from ..settings import in_bytes
 from .communicator import TIMEOUT
 from .fork_server import ForkedProcess, start_process
 from .groups import validate_division
@@ -32,6 +35,12 @@ GRACE = 3.0
 
 START_TIMEOUT = timedelta(minutes=5)
 """Timeout of the imports and the rendezvous of a pool's processes."""
+
+RANK_BYTES = 128 << 20
+"""Memory of a forked rank beside what it shares, once it has trained a step of the smallest model."""
+
+CROWDED = 8
+"""Ranks a processor from which a start warns."""
 
 IMPORTING = "importing its modules"
 READING = "reading its task"
@@ -54,6 +63,24 @@ def whole_mesh(given: int | tuple[int, ...]) -> Mesh:
     size, replicas, nodes = (*numbers, 1, 1)[:3]
     validate_division(size, replicas, nodes)
     return size, replicas, nodes
+
+
+def require_room(ranks: int) -> None:
+    """Raise ValueError where so many new processes do not fit into memory; warn where processors are few."""
+    try:
+        room = memory_left()
+    except OSError:  # not Linux
+        return
+    if ranks * RANK_BYTES > room.left:
+        raise ValueError(
+            f"{ranks} ranks take {in_bytes(ranks * RANK_BYTES)} to start, and {room.of} has "
+            f"{in_bytes(room.left)} left: start {max(room.left // RANK_BYTES, 0)} at most"
+        )
+    processors = len(os.sched_getaffinity(0))
+    if ranks > CROWDED * processors:
+        warnings.warn(
+            f"{ranks} ranks share {processors} processors, and may start slowly", RuntimeWarning, stacklevel=4
+        )
 
 
 class RankPool:
@@ -104,6 +131,7 @@ class RankPool:
     def _start(self) -> None:
         require_current_folder()
         ranks = self.meshes[-1][0]
+        require_room(ranks)
         served = start_store() if ranks > 1 else None
         port, secret = 0 if served is None else served.port, token()
         self._store = None if served is None else dist.PrefixStore(secret, served)

@@ -17,7 +17,7 @@ import torch
 from ..distributed.communicator import TIMEOUT
 from ..distributed.fork_server import ForkedProcess, start_process
 from ..distributed.groups import Communicators
-from ..distributed.launch import GRACE, by_text, how_it_ended, join_or_kill, one_thread_each
+from ..distributed.launch import GRACE, by_text, how_it_ended, join_or_kill, one_thread_each, require_room
 from ..distributed.rank_process import StopRequests, follow, start_store, told
 from ..distributed.stores import LOOPBACK
 from ..distributed.watch import RankDiedError
@@ -76,6 +76,7 @@ class ElasticPool:
         pickled; each process has a copy of its own from one call to the next. Raises `RankDiedError` where no
         rank has a result. One call for a pool.
         """
+        require_room(self.world_size)
         store = start_store()
         connections: dict[Connection, int] = {}
         with one_thread_each():
