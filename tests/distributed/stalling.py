@@ -18,6 +18,7 @@ from tritonrec.harness.train.run import Run
 from tritonrec.nn import HSTUConfig
 from tritonrec.pipeline import Program, Trainer, Window, WindowConfig
 from tritonrec.resilience import PeerCopies
+from tritonrec.serving.live import Publisher
 
 SIZES = HSTUConfig(dim=6, layers=1, heads=2, qk_dim=3, v_dim=4, max_seq_len=9)
 JOB = Job(
@@ -75,12 +76,16 @@ def work_by_hand(communicators, where, victim, checkpoint):
         for _result in trainer.run(loader.batch(step) for step in range(2)):
             pass
         trainer.save(checkpoint)
+        publisher = Publisher(trainer, f"{checkpoint}/live", every=1) if where == "a publication" else None
         print(f"begun {time.time()}", flush=True)
         if communicators.rank == victim:
             os.kill(os.getpid(), signal.SIGTERM if "SIGTERM" in where else signal.SIGSTOP)
         with communicators.watch.doing(where):
             if where == "a save":
                 trainer.save(checkpoint)
+            elif publisher:
+                with publisher:
+                    publisher.publish()
             elif where == "a load":
                 trainer.load(checkpoint)
             elif where.startswith("a copy"):

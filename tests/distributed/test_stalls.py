@@ -119,7 +119,7 @@ def test_rank_0_is_named_at_any_place_though_it_serves_the_store(tmp_path, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["a copy", "a restoration", "a trainer", "a step"])
+@pytest.mark.parametrize("where", ["a copy", "a restoration", "a trainer", "a step", "a publication"])
 @pytest.mark.parametrize(("victim", "agent"), [(0, False), (1, True)])
 def test_a_rank_that_stops_at_any_other_place_is_named(tmp_path, where, victim, agent):
     with Ranks(tmp_path, where, victim, agent) as ranks:
