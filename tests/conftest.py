@@ -52,9 +52,7 @@ def pytest_addoption(parser):
         "of a property a fifth of its examples, and none marked `if_changed` that nothing concerns that has "
         "changed since --changed-since",
     )  # fmt: skip
-    parser.addoption(
-        "--draw", metavar="TEXT", default="", help="which cases: others for another text"
-    )
+    parser.addoption("--draw", metavar="TEXT", default="", help="which cases: others for another text")
     parser.addoption("--long", action="store_true", help="with --most-cases: those marked `if_changed` too")
 
 

@@ -110,14 +110,15 @@ class Predictor:
         words = {name: _load_vocabulary(folder, name, entry) for name, entry in entries.items()}
         return cls(manifest, tables, program, words)
 
-    def rows(self, feature: str, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Embeddings of a feature, as `HashTableCollection.peek` gives them: (n, d) of ids (n,) int64.
+    def rows(self, feature: str, ids: Any, offsets: Tensor | None = None) -> Tensor:
+        """Embeddings of a feature, as `HashTableCollection.peek` gives them: (n, d) of ids (n,) int64, or of
+        words.
 
         A pooled feature takes the `offsets` (m + 1,) of its bags and gives (m, d).
         """
         return self.rows_of({feature: (ids, offsets)})[feature]
 
-    def rows_of(self, lookups: Mapping[str, tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
+    def rows_of(self, lookups: Mapping[str, tuple[Any, Tensor | None]]) -> dict[str, Tensor]:
         """`rows` of several features."""
         found = {}
         for feature, (ids, _) in lookups.items():
@@ -126,17 +127,19 @@ class Predictor:
                 raise ValueError(
                     f"there is no feature {feature!r}, but {', '.join(self.manifest['features'])}"
                 )
-            if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+            if not isinstance(ids, Tensor):
+                ids = array_of(ids, f"feature {feature!r}", self.vocabularies.get(feature))[0]
+            if ids.dtype != torch.int64 or ids.dim() != 1:
                 raise ValueError(f"ids of feature {feature!r} must be (n,) int64, got {told(ids)}")
             found[feature] = described["table"], ids
         rows = self._looked_up(found)
-        for feature, (ids, offsets) in lookups.items():
+        for feature, (_, offsets) in lookups.items():
             pooling = self.manifest["features"][feature]["pooling"]
             if pooling == "none":
                 continue
             if offsets is None:
                 raise ValueError(f"feature {feature!r} is pooled: give the offsets of its bags")
-            check_offsets(offsets, len(ids), f"offsets of {feature!r}", "ids")
+            check_offsets(offsets, len(found[feature][1]), f"offsets of {feature!r}", "ids")
             rows[feature] = pool(rows[feature], offsets, pooling)
         return rows
 
