@@ -139,7 +139,7 @@ def test_rows_are_those_of_words(made):
     predictor = made.full[made.words[0]]
     by_number = predictor.rows("item", torch.tensor([7, 31]))
     assert torch.equal(predictor.rows("item", ["item 7", "item 31"]), by_number)
-    with pytest.raises(ValueError, match="^the feature 'item' has 'nobody' in row 1"):
+    with pytest.raises(ValueError, match=r"^the feature 'item' has 'nobody' in row 1"):
         predictor.rows("item", ["item 7", "nobody"])
 
 
