@@ -36,7 +36,10 @@ LOG, STEPS, BATCH = Path(FOLDER, "clicks.csv"), 120, 512
 WIDE = Job(
     f"{LOG}?label=click&categories=a,b,c,d", "dlrm", batch_size=BATCH, stream=False, sizes=HSTUConfig(dim=128)
 )
-HISTORIES = Job("zipf:users=500,items=20000,seed=3", batch_size=32, sizes=HSTUConfig(dim=32, max_seq_len=20))
+HISTORIES = Job(
+    "zipf:users=500,items=20000,seed=3", batch_size=32, max_seq_len=20,
+    sizes=HSTUConfig(dim=32, max_seq_len=20),
+)  # fmt: skip
 DISK = {"path": FOLDER, "memory": "32MiB"}
 
 
