@@ -224,7 +224,7 @@ class _Ranks:
     def _agree(self) -> tuple[int, list[int]]:
         """Number of the next groups, and the ranks in them."""
         others = [each for each in self.members if each != self.own]
-        with ThreadPoolExecutor(min(len(others), 32)) as threads:
+        with ThreadPoolExecutor(max(1, min(len(others), 32))) as threads:
             answers = dict(zip(others, threads.map(self._answers, others), strict=True))
         # Nobody waits once more for ranks that have been waited for and give no answer now either.
         still = [each for each in others if each.number in self.still and not answers[each]]
