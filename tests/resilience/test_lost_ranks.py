@@ -258,6 +258,12 @@ def test_a_call_with_a_limit_returns_raises_or_is_given_up():
     assert all(each.daemon for each in threading.enumerate() if each.name == "limited call")
 
 
+def test_a_rank_that_is_alone_asks_nobody():
+    me = SimpleNamespace(number=3)
+    ranks = SimpleNamespace(members=[me], own=me, still=set(), _answers=None, _decide=lambda still: (4, [3]))
+    assert elastic._Ranks._agree(ranks) == (4, [3])
+
+
 @pytest.mark.parametrize("still", [set(), {0}])
 def test_the_first_rank_that_is_left_says_who_goes_on(still):
     members = [SimpleNamespace(number=number) for number in (0, 2, 5)]

@@ -135,14 +135,6 @@ def test_words_come_back_as_words(made):
         assert error_of(there.post("/retrieve", json={"histories": [[known[0], 3]]})) == "invalid"
 
 
-def test_rows_are_those_of_words(made):
-    predictor = made.full[made.words[0]]
-    by_number = predictor.rows("item", torch.tensor([7, 31]))
-    assert torch.equal(predictor.rows("item", ["item 7", "item 31"]), by_number)
-    with pytest.raises(ValueError, match=r"^the feature 'item' has 'nobody' in row 1"):
-        predictor.rows("item", ["item 7", "nobody"])
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_events_of_users_are_served_in_the_order_in_which_they_came(made, cached):
     full = made.full[made.ids[0]]

@@ -144,6 +144,15 @@ def test_columns_of_frames_are_histories_and_unknown_words_are_named(saved):
         predictor.retrieve([item[0]], 3.0)
 
 
+def test_rows_are_those_of_words(saved):
+    predictor, words = Predictor.load(saved[0] / "out"), saved[1]["item"]
+    known = predictor.item_ids[[5, 2]]
+    named = words.decode(known).to_pylist()
+    assert torch.equal(predictor.rows("item", named), predictor.rows("item", known))
+    with pytest.raises(ValueError, match=r"^the feature 'item' has 'nope' in row 1"):
+        predictor.rows("item", [named[0], "nope"])
+
+
 def test_a_log_with_repeats_is_compared_without_leaving_out(tmp_path):
     rng = np.random.default_rng(5)
     events = np.arange(400, dtype=np.int64)
