@@ -121,7 +121,7 @@ def test_an_injected_fault_is_caught_by_the_bits(verifier, name):
 @pytest.mark.parametrize("fault", OF_TRAINING)
 def test_an_injected_fault_still_does_what_it_is_for(threads, fault):
     """One that calls what was renamed, or takes other arguments now, ends in an error of another kind."""
-    late = fault.case.variant == "restart" or fault.name == "padded-to-the-longest"
+    late = fault.case.variant == "restart"
     steps = fault.case.steps if late else 3
     found = threads.run(replace(fault.case, steps=steps), fault.name)
     if fault.says:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -302,11 +303,11 @@ def plan_of_the_first_window(program: Program) -> None:
 def padded_to_the_longest(program: Program) -> None:
     """A converted model's micro-batch is padded to its longest sample."""
     body: Any = program.model.body
-    forward = body.forward
+    shorter = copy(body)  # an attribute of the model itself that changes would be refused first
 
     def to_the_longest(rows: torch.Tensor, seq_offsets: torch.Tensor) -> torch.Tensor:
-        body.max_seq_len = max(int(seq_offsets.diff().max()), 1)
-        padded: torch.Tensor = forward(rows, seq_offsets)
+        shorter.max_seq_len = max(int(seq_offsets.diff().max()), 1)
+        padded: torch.Tensor = shorter.forward(rows, seq_offsets)
         return padded
 
     body.forward = to_the_longest
