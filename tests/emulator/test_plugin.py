@@ -22,7 +22,7 @@ QUICK = [
     str(ROOT / "tests/kernels/test_unique.py::test_equals_a_dict"),
     *(str(ROOT / f"tests/kernels/{name}") for name in (SOFTMAX, RELATIVE)),
 ]
-"""What only an emulation can run, and programs that meet at atomics in any order, in every `make test`."""
+"""What only an emulation can run, and programs that meet at atomics in any order."""
 TRAINING = [
     *(str(HERE / name) for name in ("test_training.py", "test_graphs.py", SPLIT)),
     str(ROOT / "tests/kernels/test_hash_table_used.py::test_kernels_read_as_many_bytes_of_any_table"),
@@ -49,6 +49,7 @@ def test_small_triton_kernels_pass_in_three_schedules(arch):
     assert "product_kernel" in done.stdout
 
 
+@pytest.mark.if_changed
 @pytest.mark.timeout(900)  # with cold caches, on a shared core
 @pytest.mark.parametrize(
     ("tests", "kernel"),
@@ -83,7 +84,6 @@ def test_the_interpreter_and_the_emulator_exclude_each_other():
     assert "TRITON_INTERPRET=1 is set" in done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_the_command_hands_on_its_options(tmp_path):
     test = tmp_path / "test_silu.py"
     test.write_text(
