@@ -11,7 +11,7 @@ from tritonrec.embedding import FeatureConfig
 from tritonrec.harness.verify import thread_ranks
 from tritonrec.harness.verify.thread_ranks import run_ranks
 from tritonrec.harness.verify.user_model import ModelReport
-from tritonrec.pipeline.diagnosis import diagnose
+from tritonrec.pipeline.diagnosis import MOST_ALONE, diagnose
 
 tnn = torch.nn
 DIM, LONGEST = 6, 8
@@ -263,6 +263,18 @@ def test_padding_to_the_longest_sample_is_named_from_whatever_batch_shows_it():
     assert diagnose(ToTheLongest(), given[0], FEATURES).module is None
     report = verify(ToTheLongest, given, FEATURES, modes=("nestpipe",), micro_batches=(3,))
     assert report.not_invariant == "ToTheLongest" and "padding to the longest sample" in str(report)
+
+
+class CentredWhereMany(Model):
+    def body(self, batch, x):
+        return x - x.mean(0) if batch.num_samples > MOST_ALONE else x
+
+
+def test_a_module_that_mixes_only_more_samples_than_are_tried_alone_is_named():
+    loader = NextItemLoader(load("zipf:users=60,items=50,seed=2"), MOST_ALONE + 5, LONGEST, 2, seed=0)
+    found = diagnose(CentredWhereMany(), loader.batch(0), FEATURES)
+    assert found.module == "CentredWhereMany" and "values of other samples" in found.reason
+    assert diagnose(Model(), loader.batch(0), FEATURES).module is None
 
 
 class Encoder(tnn.Module):

@@ -25,7 +25,7 @@ from .precision import DTYPES, Precision
 RowsOf = Callable[[Batch], Mapping[str, torch.Tensor]]
 """The rows by feature that a model gets with a batch, as leaves; equal for equal ids."""
 MOST_ALONE = 24
-"""Samples of a batch that are computed alone."""
+"""Samples of a batch that are computed alone, and pieces of a larger one."""
 LAST_BITS: dict[Precision, float] = {"float32": 1e-3, "fp16": 0.01, "bf16": 0.05}
 """By precision the largest difference, relative to the largest value, that rounding is taken to explain."""
 
@@ -193,30 +193,50 @@ def _diagnosed(
                 return Diagnosis(None, drawn.name, _reason_of_draws(drawn))
             if not cut:
                 return Diagnosis()
-            count = min(batch.num_samples, MOST_ALONE)
-            batch = batch.select(torch.arange(count, device="cpu"))
-            parts = [
-                batch.select(torch.tensor([index], dtype=torch.int64, device="cpu")) for index in range(count)
-            ]
-            whole = _record(model, batch, rows_of, seed, 1)
-            alone: list[list[_Event]] = []
-            for part in parts:
-                try:
-                    alone.append(_record(model, part, rows_of, seed, 1))
-                except _ModelError as error:
-                    name = error.where.partition(" ")[0]
-                    why = f"it fails for one sample alone: {error}"
-                    if "BatchNorm" in error.where:
-                        why = f"{BATCH_NORM} ({error})"
-                    return Diagnosis(None, name, why)
-            found = _first_change([whole], alone)
-            if found is not None:
-                return Diagnosis(None, found.name, _reason(found, _last_bits(settings)))
-            return Diagnosis(None, *_judge_gradients(model, batch, parts, rows_of, seed, settings))
+            # A few samples alone; then the whole batch in as many pieces, for kernels that take another
+            # way from some size on.
+            samples = torch.arange(batch.num_samples, device="cpu")
+            tries = [(samples[:MOST_ALONE], 1)]
+            if batch.num_samples > MOST_ALONE:
+                tries.append((samples, -(-batch.num_samples // MOST_ALONE)))
+            for chosen, size in tries:
+                found = _of_cut(
+                    model, batch.select(chosen), [batch.select(each) for each in chosen.split(size)], rows_of,
+                    seed, settings,
+                )  # fmt: skip
+                if found.module is not None:
+                    break
+            return found
     except _ModelError as error:
         return Diagnosis(str(error))
     except (TypeError, ValueError) as error:  # of `check_losses`
         return Diagnosis(str(error))
+
+
+def _of_cut(
+    model: torch.nn.Module,
+    batch: Batch,
+    parts: list[Batch],
+    rows_of: RowsOf,
+    seed: Seed,
+    settings: CallerSettings,
+) -> Diagnosis:
+    """What differs between a batch and its parts."""
+    whole = _record(model, batch, rows_of, seed, 1)
+    apart: list[list[_Event]] = []
+    for part in parts:
+        try:
+            apart.append(_record(model, part, rows_of, seed, 1))
+        except _ModelError as error:
+            name = error.where.partition(" ")[0]
+            why = f"it fails for one sample alone: {error}"
+            if "BatchNorm" in error.where:
+                why = f"{BATCH_NORM} ({error})"
+            return Diagnosis(None, name, why)
+    found = _first_change([whole], apart)
+    if found is not None:
+        return Diagnosis(None, found.name, _reason(found, _last_bits(settings)))
+    return Diagnosis(None, *_judge_gradients(model, batch, parts, rows_of, seed, settings))
 
 
 def _last_bits(settings: CallerSettings) -> float:
