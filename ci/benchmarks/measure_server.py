@@ -2,7 +2,7 @@
 
     python ci/benchmarks/measure_server.py                         # needs wrk (apt-get install wrk)
     python ci/benchmarks/measure_server.py --seconds 3 --rounds 1 --json FILE
-    python ci/benchmarks/measure_server.py --only start score deltas
+    python ci/benchmarks/measure_server.py --only start score
 
 The same exported HSTU (2 layers, 64 dimensions, 50 events, 10,000 items) and the same requests: one history
 of 20 to 50 events, the best 10 items without it. The peer has one process too, computes each request in
@@ -14,9 +14,7 @@ at one moment for ever: a batch answers them at one time). One client asks witho
 ours again with slow clients and hostile bodies beside it.
 
 `start` is the time from a server's start to its first answer, and its processor time until then. `score` asks
-for the scores of `CANDIDATES` items of one history. `deltas` serves a folder that is followed: the same load
-while a delta of a training comes every `DELTA_SECONDS`, and while none comes, by turns; the deltas were made
-before, so that no training is beside them.
+for the scores of `CANDIDATES` items of one history.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,10 +48,9 @@ from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOpti
 from tritonrec.data import NextItemLoader, load
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.serving import Predictor, export
-from tritonrec.serving.live import Publisher
 
-ITEMS, K, LONGEST, CONNECTIONS, CANDIDATES, DELTA_SECONDS = 10_000, 10, 50, 32, 100, 0.5
-PARTS = "start", "loads", "score", "deltas"
+ITEMS, K, LONGEST, CONNECTIONS, CANDIDATES = 10_000, 10, 50, 32, 100
+PARTS = "start", "loads", "score"
 SCRIPT = """
 local bodies, at = {}, 0
 for line in io.lines("BODIES") do bodies[#bodies + 1] = line end
@@ -73,23 +70,18 @@ end
 HOSTILE = (b"[" * 100_000, b'{"histories": [[NaN]]}', b'{"histories": [["\xff"]]}', b" " * (2**20 + 1))
 
 
-def make(folder: Path, deltas: int) -> Path:
-    """An export that has been trained for a step, and publications of so many steps behind it."""
+def make(folder: Path) -> Path:
+    """An export that has been trained for a step."""
     torch.manual_seed(5)
     model = HSTU(HSTUConfig(max_seq_len=LONGEST))
     data = load(f"zipf:users=400,items={ITEMS},exponent=0.2,seed=3")
-    loader, small = (NextItemLoader(data, *each, 0) for each in ((256, LONGEST, 64), (8, LONGEST, 4)))
+    loader = NextItemLoader(data, 256, LONGEST, 64, 0)
     tables = HashTableCollection([FeatureConfig("item", 64)], RowOptimizer("adam", lr=1e-2))
     with Trainer(
         model, tables, torch.optim.Adam(model.parameters(), lr=1e-2), Communicators.local()
     ) as trainer:
         trainer.step(loader.batch(0))
         trainer.save(folder / "run")
-        if deltas:
-            with Publisher(trainer, folder / "published", every=1, snapshot_every=10**6) as publisher:
-                publisher.flush()
-                for _ in publisher.run(small.batch(step) for step in range(1, 1 + deltas)):
-                    pass
     export(folder / "run", folder / "out", model)
     return folder / "out"
 
@@ -237,58 +229,6 @@ def hostile(port: int, stop: threading.Event) -> None:
         each.close()
 
 
-class Deltas:
-    """Gives a followed folder the next of the deltas that were made, at even times."""
-
-    def __init__(self, folder: Path):
-        self.waiting = sorted((folder / "published").glob("delta-*"))
-        self.sink, self.given = folder / "sink", 0
-        shutil.copytree(folder / "published", self.sink, ignore=shutil.ignore_patterns("delta-*"))
-
-    def __enter__(self) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(DELTA_SECONDS):
-            delta = self.waiting[self.given]
-            os.link(delta, self.sink / delta.name)
-            self.given += 1
-
-
-def while_deltas_arrive(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Rows of the followed server: the same load with deltas and without, by turns."""
-    port, deltas, rows = free_port(), Deltas(folder), {}
-    with running(["-m", "tritonrec", "serve", "--follow", str(deltas.sink), "--port", str(port)], port):
-        saturated = wrk(port, folder, options.seconds)["rate"]
-        for title, connections, pause in (
-            ("one client", 1, 0.0), ("half load", CONNECTIONS, 2e3 * CONNECTIONS / saturated),
-        ):  # fmt: skip
-            found: dict[str, list[dict[str, float]]] = {"with deltas": [], "without": []}
-            for number in range(2 * options.rounds):
-                name = ("with deltas", "without")[(number + number // 2) % 2]
-                with deltas if name == "with deltas" else nullcontext():
-                    found[name].append(wrk(port, folder, options.seconds, pause, connections))
-            rows[f"{title}, followed"] = shown(f"{title}, followed", found)
-        deadline = time.monotonic() + 60
-        while (sequence := ready(port)["sequence"]) != deltas.given and time.monotonic() < deadline:
-            time.sleep(0.1)
-        print(f"{deltas.given} deltas were given, the server is at publication {sequence}", flush=True)
-        if sequence != deltas.given:
-            raise SystemExit("a delta is lost")
-    return rows
-
-
-def ready(port: int) -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=60) as answer:
-        return json.loads(answer.read())
-
-
 def starts(commands: dict[str, list[str]], ports: dict[str, int], rounds: int) -> dict[str, Any]:
     """Seconds and processor seconds until the first answer, by turns; kernels were compiled before."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
@@ -305,8 +245,7 @@ def starts(commands: dict[str, list[str]], ports: dict[str, int], rounds: int) -
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    several = "deltas" in options.only
-    path = make(folder, int(4 * options.rounds * (options.seconds + 1) / DELTA_SECONDS) * several)
+    path = make(folder)
     full = Predictor.load(path)
     draw = torch.Generator().manual_seed(1)
     known = full.item_ids
@@ -328,12 +267,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "peer": [__file__, "--peer", str(path), str(peer)],
     }
     rows: dict[str, Any] = {}
-    if several:
-        rows |= while_deltas_arrive(folder, options)
-        record(options, rows=rows)  # of what is stopped, what it has come through is there
     if "start" in options.only:
         rows |= starts(commands, ports, options.rounds)
-        record(options, rows=rows)
+        record(options, rows=rows)  # of what is stopped, what it has come through is there
     if not {"loads", "score"} & {*options.only}:
         return rows
     with running(commands["ours"], ours), running(commands["peer"], peer):
