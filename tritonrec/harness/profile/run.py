@@ -19,6 +19,7 @@ from ...distributed import Communicators, RankPool
 from ...distributed.environment import rank_here
 from ...embedding import OptimizerName
 from ...files.places import local_path
+from ...optional import require
 from ...pipeline import Mode, Trainer, WindowConfig
 from ...settings import MOST, setting
 from ...trace import NullRecorder, Recorder, SupportsRecording
@@ -74,6 +75,7 @@ def profile(plan: Profile, out: str, world_size: int, console: Console, timeout:
         raise ValueError(
             f"a profile needs 3 steps at least, two to measure and one to fill, got {plan.steps}"
         )
+    require("perfetto", "tritonrec profile")
     folder = local_path(out, "the folder of a profile")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file: give a folder")
