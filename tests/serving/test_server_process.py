@@ -24,6 +24,7 @@ from live_parts import until
 from served_models import SIZES, export_hstu, listening, process
 from typer.testing import CliRunner
 
+from tritonrec import optional
 from tritonrec.harness.cli import app as commands
 from tritonrec.nn import HSTU
 from tritonrec.serving.server import ServerConfig, metrics
@@ -189,12 +190,15 @@ def workers_of(parent):
         (["MODEL", "--host-memory", "1GiB"], "--host-memory goes with --cached and a --device"),
         (["MODEL", "--device", "gpu"], "there is no device 'gpu'"),
         (["--follow", "nowhere", "--device", "gpu"], "there is no device 'gpu'"),
+        (["--follow", "mem://deltas"], "mem://deltas cannot be opened: Protocol not known: mem"),
+        (["--follow", "redis://host/0"], "as a sink needs the package redis"),
         (["MODEL", "--device", "cuda", "--ranks", "2"], "--device does not go with --ranks"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(paths, tmp_path, monkeypatch, words, says):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITONREC_TOKEN", raising=False)
+    monkeypatch.setattr(optional, "find_spec", lambda name: None if name == "redis" else name)
     known = {"MODEL": paths[0], "RUN": paths[0].parent / "run"}
     words = [str(known.get(word, word)) for word in words]
     result = CliRunner(env={"COLUMNS": "400"}).invoke(commands, ["serve", *words])

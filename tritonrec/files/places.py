@@ -479,6 +479,19 @@ def check_credentials(url: str) -> None:
         ) from error
 
 
+def check_protocol(url: str) -> None:
+    """Raise ValueError where no library here knows the protocol of a URL; nothing is opened."""
+    protocol = url.partition("://")[0]
+    if protocol in _ARROWS:
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{url} cannot be opened: {error}") from error
+
+
 def filesystem_at(url: str) -> tuple[Any, str]:
     """The file system of a URL, pyarrow's where it has one and else fsspec's, and the path there."""
     try:

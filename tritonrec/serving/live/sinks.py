@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from ...checkpoint.files import flush, names_in, partial_of, publish
 from ...files import check_writable
-from ...files.places import Place, RemotePath, place_of
+from ...files.places import Place, RemotePath, check_protocol, place_of
 from ...optional import require
 from ...settings import typed
 from .wire import LiveError, SinkError
@@ -88,7 +88,10 @@ class Sink(Protocol):
 
 
 def sink_of(url: str | Place | Sink) -> Sink:
-    """A `Sink` from a folder, a URL of fsspec, or ``redis://HOST:PORT/DB?key=KEY``."""
+    """A `Sink` from a folder, a URL of fsspec, or ``redis://HOST:PORT/DB?key=KEY``.
+
+    Raises ValueError for a protocol that no package here knows. Nothing is opened.
+    """
     if isinstance(url, str) and url.partition("://")[0] in ("redis", "rediss", "unix"):
         return RedisSink(url)
     return DirectorySink(url) if isinstance(url, (str, Path, RemotePath)) else url
@@ -99,6 +102,8 @@ class DirectorySink(Sink):
 
     def __init__(self, place: Place | str):
         self._place = place_of(place).absolute()
+        if isinstance(self._place, RemotePath):
+            check_protocol(self._place.url)
         self.name = str(self._place)
 
     def prepare(self) -> None:

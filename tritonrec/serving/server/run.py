@@ -162,6 +162,10 @@ def serve(source: Source, config: ServerConfig = DEFAULTS, token: str | None = N
         raise ValueError("--host-memory goes with --cached and a --device, whose memory it stands behind")
     if config.workers > 1 and source.model is not None:
         raise ValueError("a cache of users' keys and values needs one worker: each would have its own")
+    if source.follow is not None:
+        from ..live.sinks import sink_of
+
+        sink_of(source.follow)  # a trainer that is late is waited for, a package that is missing is not
     options: dict[str, Any] = {
         "host": config.host, "port": config.port, "workers": config.workers, "factory": True,
         "http": partial(Impatient, limits=config), "ws": "none", "lifespan": "on",
