@@ -120,6 +120,7 @@ def test_a_path_of_a_config_file_is_read_as_one_of_a_command(tmp_path_factory):
         (("train", "--checkpoint", "nosuch://b/p"), "nothing is written at nosuch://"),
         (("train", "--json", "http://127.0.0.1:9/x"), "nothing is written at http://"),
         (("train", "--config", "nosuch://b/p"), "nosuch://b/p cannot be opened"),
+        (("train", "--plan", "nosuch://b/p.json"), "nosuch://b/p.json cannot be opened"),
         (("train", "--config", "missing.toml"), "missing.toml"),
     ],
 )

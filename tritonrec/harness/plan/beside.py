@@ -45,8 +45,10 @@ def settings_text(run: Run) -> str:
 
 def read_plan(path: Path, run: Run, world_size: int) -> Planned:
     """The plan of this run. Raises ValueError for another file, or one of other settings or ranks."""
+    place = place_of(path)
+    text = read_document(place, "plan")
     try:
-        found = json.loads(read_document(place_of(path), "plan"))
+        found = json.loads(text)
         planned = Planned(
             [int(rank["peak"]) for rank in found["ranks"]], int(found["rows"]), float(found["step_seconds"])
         )
@@ -55,15 +57,15 @@ def read_plan(path: Path, run: Run, world_size: int) -> Planned:
         before = _settings(tomllib.loads(found["settings"]))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no plan of a run: tritonrec plan CONFIG --json FILE writes one"
+            f"{place} is no plan of a run: tritonrec plan CONFIG --json FILE writes one"
         ) from error
     if len(planned.peaks) != world_size:
-        raise ValueError(f"{path} is a plan for {len(planned.peaks)} ranks, and here are {world_size}")
+        raise ValueError(f"{place} is a plan for {len(planned.peaks)} ranks, and here are {world_size}")
     here = _settings(tables_of(with_validation(run)))
     for name in dict.fromkeys((*before, *here)):
         if before.get(name) != here.get(name):
             raise ValueError(
-                f"{path} is the plan of another run: {name} is {before.get(name)!r} there, and "
+                f"{place} is the plan of another run: {name} is {before.get(name)!r} there, and "
                 f"{here.get(name)!r} here"
             )
     return planned
