@@ -192,6 +192,7 @@ OPERATIONS = st.one_of(
 )
 
 
+@pytest.mark.if_changed
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(8))
 @given(operations=st.lists(OPERATIONS, min_size=4, max_size=14))
