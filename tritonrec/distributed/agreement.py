@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Protocol
+
+from .communicator import Communicator
 
 SHOWN = 5
 """Largest number of settings in an error."""
-
-
-class SupportsGather(Protocol):
-    """A group of ranks, as `Communicator` is."""
-
-    world_size: int
-
-    def all_gather_texts(self, text: str) -> list[str]: ...
 
 
 class RanksDisagreeError(ValueError):
     """Ranks of one run have different settings, models or batches."""
 
 
-def check_ranks_agree(communicator: SupportsGather, settings: Mapping[str, object]) -> None:
+def check_ranks_agree(communicator: Communicator, settings: Mapping[str, object]) -> None:
     """Raise `RanksDisagreeError` on every rank where a setting differs between two ranks.
 
     Collective. Settings are compared by ``str``, so floats by all their bits. The error names the settings,

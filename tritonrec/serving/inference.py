@@ -12,8 +12,8 @@ from ..data.batch import iterator_of
 from ..pipeline.results import to_be_taken
 
 
-class SupportsExchange(Protocol):
-    """An exchange of rows, as `BoundedLagAllToAll`."""
+class RowExchange(Protocol):
+    """`BoundedLagAllToAll`, or another exchange of rows between ranks."""
 
     bound: int
 
@@ -39,7 +39,7 @@ class ServedModel(Protocol):
 
 @torch.no_grad()
 @to_be_taken
-def infer(model: ServedModel, batches: Iterable[Any], exchange: SupportsExchange) -> Iterator[torch.Tensor]:
+def infer(model: ServedModel, batches: Iterable[Any], exchange: RowExchange) -> Iterator[torch.Tensor]:
     """Yield the predictions for this rank's samples of every batch, in order.
 
     Each batch's rows are sent at once. Its predictions follow when the exchange is complete, at most

@@ -161,7 +161,7 @@ class BoundedLagAllToAll:
         number = self.started
         with self._reporting():
             transport.begin(number, Deadline(self.timeout))
-        exchange = Exchange(self, number, values, send, receive, out)
+        exchange = Exchange(self.finish_through, number, values, send, receive, out)
         self._update_lags(transport, number)
         with self._span("start", batch=number, bytes=exchange.size(sum(send))), self._reporting():
             transport.post(exchange, values)

@@ -9,6 +9,7 @@ import torch
 from .messages import Deadline, Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
 TRANSPORTS = ("auto", "shared", "mpi", "messages")
@@ -20,19 +21,16 @@ class Disagreement(RuntimeError):
     """Two ranks disagree about an exchange, and this rank is the one that says so."""
 
 
-class CompletesExchanges(Protocol):
-    """The owner of an exchange, as `BoundedLagAllToAll`."""
-
-    def finish_through(self, exchange: Exchange, timeout: timedelta | None = None) -> None:
-        """Complete the exchange, and before it every older one."""
-
-
 class Exchange:
-    """A started exchange; `wait` returns the received rows."""
+    """A started exchange; `wait` returns the received rows.
+
+    Args:
+        finish_through: completes this exchange, and before it every older one, within a timeout.
+    """
 
     def __init__(
         self,
-        owner: CompletesExchanges,
+        finish_through: Callable[[Exchange, timedelta | None], None],
         number: int,
         values: torch.Tensor,
         send: list[int],
@@ -45,7 +43,7 @@ class Exchange:
         self.counts: list[int] = []
         self.values: torch.Tensor | None = None
         self.like = values[:0]
-        self._owner = owner
+        self._finish_through = finish_through
 
     def size(self, rows: int) -> int:
         """Bytes of `rows` rows."""
@@ -64,7 +62,7 @@ class Exchange:
         return self.out
 
     def wait(self, timeout: timedelta | None = None) -> tuple[torch.Tensor, list[int]]:
-        """Complete this exchange, and before it every older one, within `timeout` or the owner's.
+        """Complete this exchange, and before it every older one, within `timeout` or the all-to-all's.
 
         Returns:
             (sum(counts), ...) rows grouped by source rank, and the number of rows from each rank.
@@ -72,7 +70,7 @@ class Exchange:
         Raises RankDiedError naming a rank that died or sent nothing within the timeout, and RuntimeError
         where two ranks disagree about rows, dtype, width, bound or capacity.
         """
-        self._owner.finish_through(self, timeout)
+        self._finish_through(self, timeout)
         assert self.values is not None
         return self.values, self.counts
 
