@@ -271,6 +271,16 @@ BAD = {
         )
         for day in ("29.02.2023", "30.02.2024", "31.02.2023", "31.04.2024")  # Arrow's first to third of a month
     },
+    **{
+        f"no_such_day_by_{format}": (
+            f"user,item,time\n1,2,{there}\n1,3,{day}\n", LogFormat(time_format=format),
+            f"line 3: column time has '{day}', expected a time of the format",
+        )
+        for format, there, day in [
+            ("%F", "2024-02-29", "2024-02-30"), ("%D", "02/29/24", "02/30/24"), ("%e %h %Y", "29 Feb 2024", "30 Feb 2024"),
+            ("%Y%j", "2024366", "2023366"),
+        ]
+    },
     "zone_by_name": (
         "user,item,time\n1,2,3 Mar 2014 10:00:00 EST\n", LogFormat(time_format="%d %b %Y %H:%M:%S %Z"),
         r"line 2: column time has '3 Mar 2014 10:00:00 EST'",

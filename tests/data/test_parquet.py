@@ -359,6 +359,24 @@ def test_days_that_cannot_be_are_refused_naming_the_unit(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+def test_shards_of_two_units_are_no_log(tmp_path):
+    ids, times = np.arange(2), np.array([1714552200, 1714552201])
+    milliseconds = Interactions(ids, ids, times * 1000, time_unit="ms")
+    write(milliseconds, tmp_path / "log")
+    with pytest.raises(
+        ValueError, match=r"part-00000.parquet: column 'timestamp' has times in ms, .*time_unit=s"
+    ):
+        load(tmp_path / "log", LogFormat(time_unit="s"))
+    second = tmp_path / "log" / "part-00001.parquet"
+    for log, kinds in ((Interactions(ids, ids, times, time_unit="s"), "times in ms and times in s"),
+                       (Interactions(ids, ids, times), "numbers and times in ms")):  # fmt: skip
+        pq.write_table(parquet.table_of(log), second)
+        with pytest.raises(ValueError, match=f"column 'timestamp' has {kinds}: write it alike"):
+            load(tmp_path / "log")
+    pq.write_table(parquet.table_of(milliseconds), second)
+    assert load(tmp_path / "log").time_unit == "ms"
+
+
 def test_columns_of_the_writer_are_no_columns(tmp_path):
     import pandas
 

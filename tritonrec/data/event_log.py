@@ -24,7 +24,7 @@ from tritonrec.data.log_format import NONE, LogFormat, find_columns, is_rating, 
 from tritonrec.data.numba_text import FLAG, INTEGER, NUMBER, SKIPPED
 from tritonrec.data.parquet import FRACTION, TIME_UNIT, concat
 from tritonrec.data.tables import File, Log, ParquetFile, tables_of
-from tritonrec.data.times import checked_unit, found_unit, times
+from tritonrec.data.times import UNITS, checked_unit, found_unit, times
 from tritonrec.data.values import Part, is_list, plain
 
 if TYPE_CHECKING:
@@ -173,11 +173,17 @@ class EventLog(Log):
         if "timestamp" in columns:
             found = times(part, columns["timestamp"], get["timestamp"], format.unit, format.time_format)
             time, fraction = found.whole, found.fraction
-            seen.kinds.add(found.kind)
+            unit = None if found.is_dated else _unit_of(table, columns["timestamp"])
+            seen.kinds.add(f"times in {unit}" if unit else found.kind)
             if found.is_dated:
                 seen.has_unit, self._unit = True, self._unit or "s"
-            elif not self._unit and (unit := _unit_of(table, columns["timestamp"])) is not None:
-                seen.has_unit, self._unit = True, unit
+            elif unit is not None:
+                if format.unit in UNITS and unit in UNITS and format.unit != unit:
+                    raise ValueError(
+                        f"{part.path}: column {columns['timestamp']!r} has times in {unit}, as its converter "
+                        f"wrote, and time_unit={format.unit} is named: leave it out, or convert the log again"
+                    )
+                seen.has_unit, self._unit = True, self._unit or unit
         else:
             time = np.arange(seen.rows, seen.rows + len(user))
         if "fraction" in columns:

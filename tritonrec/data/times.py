@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +21,11 @@ from tritonrec.data.values import MOST_WHOLE_BITS, Column, Part, integers, is_da
 UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _DECIMAL = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _ISO_ZONE = r"^.{11,}(Z|[+-][0-9]{2}(:?[0-9]{2})?)$"
+_SPELLED_OUT = {
+    "%D": "%m/%d/%y", "%e": "%d", "%F": "%Y-%m-%d", "%h": "%b", "%k": "%H", "%l": "%I", "%R": "%H:%M",
+    "%r": "%I:%M:%S %p", "%T": "%H:%M:%S",
+}  # fmt: skip
+"""Directives of Arrow in those of Python, which knows the calendar."""
 _SOME_DAY = datetime(2023, 8, 17, 16, 5, 9, tzinfo=UTC)
 
 
@@ -102,14 +108,17 @@ def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: s
 
 def _by_format(values: pa.Array, format: str) -> pa.Array:
     """(n,) microseconds, int64; null for no time of the format."""
-    if any(each in format for each in ("%f", "%Z", "%G")):  # which Arrow lacks
-        return _each_parsed(values, format)
+    spelled = re.sub("%.", lambda own: _SPELLED_OUT.get(own[0], own[0]), format)
+    if any(
+        each in format for each in ("%f", "%Z", "%G", "%j")
+    ):  # which Arrow lacks; day 366 it takes of any year
+        return _each_parsed(values, spelled)
     made = pc.strptime(values, format, "us", error_is_null=True)
     found = made.cast(pa.int64())
-    if "%d" in format and _is_known(format):  # Arrow takes February 31 for March 2
+    if "%d" in spelled and _is_known(spelled):  # Arrow takes February 31 for March 2
         early = pc.and_(pc.less_equal(pc.day(made), 3), pc.match_substring_regex(values, "29|3[01]"))
         early = pc.fill_null(early, False)
-        checked = _each_parsed(values.filter(early), format)
+        checked = _each_parsed(values.filter(early), spelled)
         found = pc.replace_with_mask(found, early, checked)
     return found
 
@@ -137,6 +146,8 @@ def _parsed(word: str | None, format: str) -> int | None:
         found = datetime.strptime(word or "", format)
     except ValueError:
         return None
+    if "%j" in format and time.strptime(word or "", format).tm_yday != found.timetuple().tm_yday:
+        return None  # 366 of a year of 365
     since = (found if found.tzinfo else found.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
     return (since.days * 86_400 + since.seconds) * 10**6 + since.microseconds
 
