@@ -373,6 +373,7 @@ def test_shards_of_two_units_are_no_log(tmp_path):
         pq.write_table(parquet.table_of(log), second)
         with pytest.raises(ValueError, match=f"column 'timestamp' has {kinds}: write it alike"):
             load(tmp_path / "log")
+    assert load(tmp_path / "log", LogFormat(time_unit="ms")).time_unit == "ms"  # named for all shards
     pq.write_table(parquet.table_of(milliseconds), second)
     assert load(tmp_path / "log").time_unit == "ms"
 

@@ -300,6 +300,12 @@ class Flaky(DirectorySink):
         super()._write(place, content)
 
 
+def test_a_store_that_pyarrow_alone_knows_is_a_sink():
+    assert sink_of("abfs://container@account.dfs.core.windows.net/live").name.startswith("abfs://")
+    with pytest.raises(ValueError, match="mem://live cannot be opened: Protocol not known"):
+        sink_of("mem://live")
+
+
 def test_a_sink_that_is_down_for_a_while_loses_nothing(tmp_path):
     training, sink = Training(), Flaky(tmp_path / "sink")
     with opened(training, sink) as publisher:

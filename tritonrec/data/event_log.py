@@ -174,7 +174,8 @@ class EventLog(Log):
             found = times(part, columns["timestamp"], get["timestamp"], format.unit, format.time_format)
             time, fraction = found.whole, found.fraction
             unit = None if found.is_dated else _unit_of(table, columns["timestamp"])
-            seen.kinds.add(f"times in {unit}" if unit else found.kind)
+            # a unit that is named is that of all shards
+            seen.kinds.add(f"times in {unit}" if unit and not format.unit else found.kind)
             if found.is_dated:
                 seen.has_unit, self._unit = True, self._unit or "s"
             elif unit is not None:

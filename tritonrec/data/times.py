@@ -109,9 +109,8 @@ def _times_of_text(part: Part, name: str, values: pa.Array, unit: str, format: s
 def _by_format(values: pa.Array, format: str) -> pa.Array:
     """(n,) microseconds, int64; null for no time of the format."""
     spelled = re.sub("%.", lambda own: _SPELLED_OUT.get(own[0], own[0]), format)
-    if any(
-        each in format for each in ("%f", "%Z", "%G", "%j")
-    ):  # which Arrow lacks; day 366 it takes of any year
+    # Arrow lacks the first three, and takes day 366 of any year
+    if any(each in format for each in ("%f", "%Z", "%G", "%j")):
         return _each_parsed(values, spelled)
     made = pc.strptime(values, format, "us", error_is_null=True)
     found = made.cast(pa.int64())

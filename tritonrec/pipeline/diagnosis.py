@@ -229,7 +229,8 @@ def _of_cut(
             apart.append(_record(model, part, rows_of, seed, 1))
         except _ModelError as error:
             name = error.where.partition(" ")[0]
-            why = f"it fails for one sample alone: {error}"
+            few = "one sample alone" if part.num_samples == 1 else f"{part.num_samples} of its samples"
+            why = f"it fails for {few}: {error}"
             if "BatchNorm" in error.where:
                 why = f"{BATCH_NORM} ({error})"
             return Diagnosis(None, name, why)

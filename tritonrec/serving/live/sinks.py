@@ -90,7 +90,7 @@ class Sink(Protocol):
 def sink_of(url: str | Place | Sink) -> Sink:
     """A `Sink` from a folder, a URL of fsspec, or ``redis://HOST:PORT/DB?key=KEY``.
 
-    Raises ValueError for a protocol that no package here knows. Nothing is opened.
+    Raises ValueError for a protocol that no package here knows. No store is asked.
     """
     if isinstance(url, str) and url.partition("://")[0] in ("redis", "rediss", "unix"):
         return RedisSink(url)
