@@ -67,7 +67,9 @@ def write(
             for number, first in enumerate(range(0, len(rows), rows_per_file)):
                 part = rows[first : first + rows_per_file]
                 path = scratch / folder / f"part-{number:0{digits}}.parquet"
-                pq.write_table(table.take(part), path, row_group_size=rows_per_group)
+                pq.write_table(
+                    table.take(part), path, row_group_size=rows_per_group, write_page_checksum=True
+                )
                 report(len(part))
         parquet.write_features(log, scratch)
         save_words(log.words, scratch)

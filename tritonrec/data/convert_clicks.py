@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tritonrec.data.convert_sequences import PAGE_BYTES
+from tritonrec.data.convert_sequences import PAGES
 
-PAGES = {"data_page_size": PAGE_BYTES, "dictionary_pagesize_limit": 1 << 14}
+CLICK_PAGES = {**PAGES, "dictionary_pagesize_limit": 1 << 14}
 """The default limit of a dictionary takes 2 MiB a column while it is written."""
 
 
@@ -36,7 +36,7 @@ def write_clicks(
             if rows % rows_per_file == 0:
                 stack.close()
                 file = out / f"part-{files:05}.parquet"
-                writer = stack.enter_context(pq.ParquetWriter(file, group.schema, **PAGES))
+                writer = stack.enter_context(pq.ParquetWriter(file, group.schema, **CLICK_PAGES))
                 files += 1
             writer.write_table(group)
             rows += len(group)

@@ -29,7 +29,7 @@ BUCKET_ROWS, MOST_BUCKETS = 4_000_000, 512
 """A bucket is an open file."""
 DEALT_ROWS = 1 << 20
 """Rows that are dealt at once; few at a time would make many small row groups in every bucket."""
-PAGE_BYTES = 1 << 16
+PAGES = {"data_page_size": 1 << 16, "write_page_checksum": True}
 """A reader of a stream holds a page of each column."""
 
 
@@ -61,9 +61,9 @@ def write_sequences(
         for first in range(0, len(table), rows_per_file):
             file = out / f"part-{files:05}.parquet"
             part = table.slice(first, rows_per_file)
-            pq.write_table(part, file, row_group_size=rows_per_group, data_page_size=PAGE_BYTES)
+            pq.write_table(part, file, row_group_size=rows_per_group, **PAGES)
             files += 1
-    pq.write_table(pa.table({"item": items, "count": counts}), out / CATALOGUE_FILE)
+    pq.write_table(pa.table({"item": items, "count": counts}), out / CATALOGUE_FILE, write_page_checksum=True)
 
 
 def buckets_of(rows: int) -> int:
@@ -106,7 +106,9 @@ def _dealt(parts: Iterable[Interactions], folder: Path, buckets: int) -> list[tu
             table = table_of(replace(rows, time_unit=""), has_fraction=True)
             for bucket in np.unique(which).tolist():
                 if bucket not in writers:
-                    writers[bucket] = stack.enter_context(pq.ParquetWriter(files[bucket], table.schema))
+                    writers[bucket] = stack.enter_context(
+                        pq.ParquetWriter(files[bucket], table.schema, write_page_checksum=True)
+                    )
                 writers[bucket].write_table(table.take((which == bucket).nonzero()[0]))
     return [(bucket, files[bucket]) for bucket in sorted(writers)]
 

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tritonrec.data.convert_sequences import PAGE_BYTES, by_user
+from tritonrec.data.convert_sequences import PAGES, by_user
 from tritonrec.data.impression_loader import ImpressionLoader
 from tritonrec.data.impression_stream import ABOUT_FILE, PART_FILES
 from tritonrec.data.impressions import ImpressionBatch
@@ -98,7 +98,9 @@ def write_windows(
         for part, batch in cut.held_out():
             table = table_of(batch)
             if part not in held_out:
-                held_out[part] = pq.ParquetWriter(out / PART_FILES[part], table.schema)
+                held_out[part] = pq.ParquetWriter(
+                    out / PART_FILES[part], table.schema, write_page_checksum=True
+                )
             held_out[part].write_table(table, row_group_size=rows_per_group)
     for writer in held_out.values():
         writer.close()
@@ -118,7 +120,7 @@ def _write(tables: Iterable[pa.Table], path: Path, rows_per_group: int) -> int:
     """The number of rows; no file for none."""
     writer, rows = None, 0
     for table in tables:
-        writer = writer or pq.ParquetWriter(path, table.schema, data_page_size=PAGE_BYTES)
+        writer = writer or pq.ParquetWriter(path, table.schema, **PAGES)
         writer.write_table(table, row_group_size=rows_per_group)
         rows += len(table)
     if writer is not None:

@@ -98,10 +98,14 @@ def write_features(log: Interactions, folder: Path) -> None:
     """Write the features of users and items beside the log."""
     if log.user_features is not None:
         users = {"user": log.user_features.user_ids} | log.user_features.columns
-        pq.write_table(pa.table(users), folder / USERS_FILE)
+        pq.write_table(pa.table(users), folder / USERS_FILE, write_page_checksum=True)
     if log.genres is not None:
         genres = pa.LargeListArray.from_arrays(log.genres.offsets, log.genres.genres)
-        pq.write_table(pa.table({"item": log.genres.item_ids, "genres": genres}), folder / ITEMS_FILE)
+        pq.write_table(
+            pa.table({"item": log.genres.item_ids, "genres": genres}),
+            folder / ITEMS_FILE,
+            write_page_checksum=True,
+        )
 
 
 def _beside(place: LogFiles, file: str, made: Callable[[str, pa.Table], Made]) -> Made | None:
@@ -110,7 +114,7 @@ def _beside(place: LogFiles, file: str, made: Callable[[str, pa.Table], Made]) -
         return None
     try:
         with place.filesystem.open_input_file(file) as source:
-            table = pq.read_table(source)
+            table = pq.read_table(source, page_checksum_verification=True)
         return made(file, table)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         known = str(error).startswith(file)

@@ -45,6 +45,7 @@ from tritonrec.data.tables import Frame, ParquetFile, common_schema, is_frame
 from tritonrec.data.text_tables import UNREADABLE
 from tritonrec.data.values import is_date, is_integer, is_list, plain
 from tritonrec.files import ScratchFolder, in_memory
+from tritonrec.files.write_back import WriteBack
 from tritonrec.settings import typed
 
 FOOTER_THREADS = 16
@@ -230,7 +231,9 @@ def _written(frame: Any) -> tuple[str, ScratchFolder]:
     """The path of a frame as Parquet, and its folder, which lives as long as that."""
     source, folder = Frame(frame), ScratchFolder()
     path, rows = f"{folder.name}/frame.parquet", 0
-    with pq.ParquetWriter(path, pa.schema([source.schema.field(name) for name in source.names])) as writer:
+    with pq.ParquetWriter(
+        path, pa.schema([source.schema.field(name) for name in source.names]), write_page_checksum=True
+    ) as writer:
         for _part, table in source.tables(source.names):
             writer.write_table(table, row_group_size=FRAME_ROWS)
             rows += len(table)
@@ -349,7 +352,7 @@ class DecodedGroups:
     ) -> None:
         self._rows, self._groups, self._at_once, self._left = rows, set(groups), at_once, most_bytes
         self._folder: ScratchFolder | None = None
-        self._files: dict[int, Path] = {}
+        self._files: dict[int, tuple[Path, WriteBack]] = {}
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -362,12 +365,24 @@ class DecodedGroups:
         with self._lock:
             if stretch.group in self._groups and stretch.group not in self._files:
                 self._write(stretch.group, counts)
-            path = self._files.get(stretch.group)
-        if path is None:
+            written = self._files.get(stretch.group)
+        if written is None:
             return None
+        path, write_back = written
         # Not mapped: pages of a map count as memory of this process, by which a run of `--memory-limit` ends.
         found, number = pa.ipc.open_file(pa.OSFile(str(path))), stretch.first // self._at_once
-        return number * self._at_once, map(found.get_batch, range(number, found.num_record_batches))
+
+        def batch(number: int) -> pa.RecordBatch:
+            rows = found.get_batch(number)
+            try:
+                write_back.check()
+            except OSError as error:
+                raise OSError(
+                    error.errno, f"{path}, where it was decoded, lost rows: {error.strerror}"
+                ) from error
+            return rows
+
+        return number * self._at_once, map(batch, range(number, found.num_record_batches))
 
     def _write(self, group: int, counts: ReadCounts) -> None:
         (whole,), size = self._rows.stretches([group]), self._at_once
@@ -396,7 +411,7 @@ class DecodedGroups:
             )
         else:
             self._left -= path.stat().st_size
-            self._files[group] = path
+            self._files[group] = path, WriteBack(pa.OSFile(str(path)))
         finally:
             reader.close()
 

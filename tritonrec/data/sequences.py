@@ -224,7 +224,7 @@ def read_catalogue(rows: ParquetRows) -> tuple[Tensor, Tensor]:
     is_there(rows.filesystem, file)  # a pipe would be waited for
     try:
         with rows.filesystem.open_input_file(file) as source:
-            table = pq.read_table(source, columns=["item", "count"])
+            table = pq.read_table(source, columns=["item", "count"], page_checksum_verification=True)
     except UNREADABLE as error:
         raise ValueError(
             f"{rows.path}: no catalogue to draw negatives from: give catalogue=, or write the data with "

@@ -141,7 +141,13 @@ class Vocabulary:
         import pyarrow.parquet as pq
 
         with atomic_write(path) as part:
-            pq.write_table(pa.table({COLUMN: self.words}), part, compression="zstd", use_dictionary=False)
+            pq.write_table(
+                pa.table({COLUMN: self.words}),
+                part,
+                compression="zstd",
+                use_dictionary=False,
+                write_page_checksum=True,
+            )
 
     @classmethod
     def load(cls, path: Path | str, filesystem: Any = None) -> Vocabulary:
@@ -156,7 +162,9 @@ class Vocabulary:
 
         filesystem, place = filesystem_of(path, filesystem)
         try:
-            table = pq.read_table(place, filesystem=filesystem, partitioning=None)
+            table = pq.read_table(
+                place, filesystem=filesystem, partitioning=None, page_checksum_verification=True
+            )
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path} is no vocabulary: {error}") from None
         if table.column_names != [COLUMN]:

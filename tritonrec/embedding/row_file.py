@@ -12,6 +12,7 @@ import warnings
 import torch
 
 from ..files import in_memory
+from ..files.write_back import WriteBack
 from . import numba_disk
 from .row_storage import RowStorage
 
@@ -46,6 +47,7 @@ class RowFile(RowStorage):
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise self._named(error, "cannot be made") from error
+        self._write_back = WriteBack(self._file)
         if in_memory(self._file.fileno()):
             warnings.warn(
                 f"tritonrec: {path!r} is in a file system in memory (tmpfs), so that the rows there take the "
@@ -134,6 +136,10 @@ class RowFile(RowStorage):
                 break
             self._again(write, address + int(arrays[1][at]) * size, int(arrays[0][at]) * size)
             at += 1
+        try:
+            self._write_back.check()
+        except OSError as error:
+            raise self._named(error, "was not kept by the disk, rows are lost") from error
         seconds = time.monotonic() - began
         if len(rows) and seconds > max(SLOW_SECONDS, len(rows) / SLOW_ROWS) and not self._slow:
             self._slow = True  # said once

@@ -204,5 +204,5 @@ def _click_shards(spec: str) -> ScratchFolder:
     columns |= dict(zip(CRITEO_COUNTS, np.expm1(log.dense).T, strict=True))
     columns |= dict(zip(CRITEO_CATEGORIES, log.categories.T, strict=True))
     path = Path(folder.name, "part-00000.parquet")
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7, write_page_checksum=True)
     return folder

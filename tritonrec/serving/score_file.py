@@ -127,7 +127,7 @@ def score_file(
         if not path.exists():
             scored = _scored(table, form, config.batch, first)
             with atomic_write(path) as written:
-                pq.write_table(scored, written)
+                pq.write_table(scored, written, write_page_checksum=True)
         progress(min(first + config.part, rows), rows)
     if _state(place) != plan["source"]:
         raise ValueError(f"{source} has changed while it was scored: remove {parts}, and call it again")
@@ -343,13 +343,13 @@ def _next_items(predictor: Predictor, config: ScoreConfig, schema: pa.Schema) ->
 
 def _join(files: list[Path], out: Path) -> None:
     """The parts, one row group each."""
-    with pq.ParquetWriter(out, _read(files[0]).schema) as writer:
+    with pq.ParquetWriter(out, _read(files[0]).schema, write_page_checksum=True) as writer:
         for file in files:
             writer.write_table(_read(file))
 
 
 def _read(part: Path) -> pa.Table:
     try:
-        return pq.read_table(part, partitioning=None)
+        return pq.read_table(part, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise ValueError(f"{part} is damaged ({error}): remove it, and call it again") from error

@@ -43,7 +43,7 @@ def write_shard(path: Path, columns: Mapping[str, Tensor], format: Format) -> No
         lists = values.dim() == 2
         arrays[name] = pyarrow.FixedSizeListArray.from_arrays(flat, values.shape[1]) if lists else flat
     with full_disk_named(path):
-        parquet.write_table(pyarrow.table(arrays), path)
+        parquet.write_table(pyarrow.table(arrays), path, write_page_checksum=True)
 
 
 def read_shard(path: Path, format: Format) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ def _read_parquet(path: Path) -> dict[str, Tensor]:
     import pyarrow.parquet as parquet
 
     columns = {}
-    table = parquet.read_table(path)
+    table = parquet.read_table(path, page_checksum_verification=True)
     for name, chunks in zip(table.column_names, table.columns, strict=True):
         lists = pyarrow.types.is_fixed_size_list(chunks.type)
         array = chunks.combine_chunks()
