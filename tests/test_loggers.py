@@ -79,6 +79,17 @@ def test_a_run_that_goes_on_may_have_no_log_yet(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", FILES)
+def test_a_log_stays_where_it_is_when_the_program_changes_its_folder(tmp_path, kind, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = FILES[kind]("log")
+    made.log(1, {"loss": 0.5})
+    monkeypatch.chdir(tmp_path.parent)
+    made.log(2, {"loss": 0.25, "new": 3.0})
+    made.close()
+    assert rows(kind, tmp_path / "log") == [(1, {"loss": 0.5}), (2, {"loss": 0.25, "new": 3.0})]
+
+
+@pytest.mark.parametrize("kind", FILES)
 def test_the_log_of_another_run_is_kept(tmp_path, kind):
     (tmp_path / "log").write_text("theirs")
     with pytest.raises(FileExistsError, match=f"{tmp_path / 'log'} is there already"):

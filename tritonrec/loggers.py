@@ -49,7 +49,9 @@ class CSVLogger(Logger):
     __reduce_ex__ = _NO_COPY
 
     def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
-        self.path = place_of(path)
+        self.path = place_of(
+            path
+        ).absolute()  # a new column writes the file anew, wherever the program is then
         require_text(self.path)
         self._names = ["step"]
         if purge_step is None:

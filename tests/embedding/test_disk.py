@@ -486,3 +486,36 @@ def test_a_directory_in_memory_is_warned_of(tmp_path, monkeypatch, kind):
         warnings.simplefilter("always")
         RowFile(str(tmp_path), 24)
     assert sum("in memory (tmpfs)" in str(each.message) for each in warned) == (kind == "tmpfs")
+
+
+def test_a_table_stays_where_it_is_when_the_program_changes_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "rows").mkdir()
+    monkeypatch.chdir(tmp_path)
+    placement = Placement("disk", path="rows", memory="2000", index_memory="1KiB")
+    table = DynamicTable(WIDTH, placement=placement)
+    monkeypatch.chdir("/")
+    for step in range(40):  # the file of keys is made again as they grow
+        table.lookup(torch.arange(2000) + 2000 * step, step)
+    assert len(table) == 80_000
+
+
+def test_a_path_is_one_as_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("~", f"file://{tmp_path}"):
+        table = DynamicTable(WIDTH, placement=Placement("disk", path=path, memory="2000"))
+        assert table._rows._file.path == str(tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+def test_limits_of_files_are_named_and_none_is_left_open(tmp_path, monkeypatch):
+    for number, advice in [(errno.EMFILE, r"ulimit -n"), (errno.EFBIG, r"ulimit -f")]:
+        with monkeypatch.context() as patch:
+            error = OSError(number, os.strerror(number))
+            patch.setattr(row_file, "in_memory", lambda _file, error=error: (_ for _ in ()).throw(error))
+            with pytest.raises(OSError, match=rf"cannot be made: .*{advice}"):
+                RowFile(str(tmp_path), 24)
+    made = RowFile(str(tmp_path), 24)
+    descriptor = made._file.fileno()
+    del made
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -83,8 +83,12 @@ class Placement:
                 )
             bytes_of(self.index_memory, "index_memory of tables on disk (disk_index_memory)")
         if self.path:
-            local_path(self.path, "the directory of tables on disk (disk_path)")
+            self.folder()
         bytes_of(self.memory, "memory of tables on disk (disk_memory)")
+
+    def folder(self) -> str:
+        """`path` as it is from any working directory; ValueError for a URL."""
+        return str(local_path(self.path, "the directory of tables on disk (disk_path)").absolute())
 
     def chosen(self) -> Placement:
         """This, with the storage that ``"auto"`` means."""

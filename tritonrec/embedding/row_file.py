@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 import warnings
+import weakref
 
 import torch
 
@@ -45,10 +46,12 @@ class RowFile(RowStorage):
         self.read_rows, self.written_rows, self._slow = 0, 0, False
         try:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)  # nobody is to be told that it was open
+            memory = in_memory(self._file.fileno())
         except OSError as error:
             raise self._named(error, "cannot be made") from error
         self._write_back = WriteBack(self._file)
-        if in_memory(self._file.fileno()):
+        if memory:
             warnings.warn(
                 f"tritonrec: {path!r} is in a file system in memory (tmpfs), so that the rows there take the "
                 "memory that they are to save: name a directory on a disk",
@@ -173,6 +176,8 @@ class RowFile(RowStorage):
             errno.ENOENT: "make the directory first",
             errno.ENOTDIR: "name a directory",
             errno.EACCES: "name a directory that this user may write to",
+            errno.EMFILE: "raise the limit of open files (ulimit -n)",
+            errno.EFBIG: "raise the limit of a file's size (ulimit -f), or use more ranks",
             errno.EROFS: "name a directory on a disk that can be written",
         }.get(error.errno or 0, "check that disk")
         return OSError(

@@ -259,13 +259,14 @@ def make_table(
     file: RowFile | None = None
     storage: RowStorage
     if placement.path:
+        folder = placement.folder()
         size, memory = 4 * row_width + PLACE_BYTES, bytes_of(placement.memory)
         if memory < size:
             raise ValueError(
                 f"memory={memory} bytes of a table on disk hold no row of {size} bytes: two batches' rows "
                 "should fit"
             )
-        file = RowFile(placement.path, 4 * row_width, dim)
+        file = RowFile(folder, 4 * row_width, dim)
         home = HostStorage(file, torch.device("cpu"))
         storage = HostCachedStorage(home, min(memory // size, MAX_ROWS // 2), tiers and by_host)
         storage = storage if by_host else HostStorage(storage, device)
@@ -274,7 +275,7 @@ def make_table(
         storage = kind(dim, row_width, chunk_rows, device, on_host=placement.storage == "cached")
     if by_host:
         bound = placement.index_memory
-        index = KeyIndex(slots, placement.path if bound else "", bytes_of(bound or "0"))
+        index = KeyIndex(slots, placement.folder() if bound else "", bytes_of(bound or "0"))
         return StoredTable(index, storage, initial_rows, file)
     if placement.storage == "cached":
         storage = CachedStorage(storage, placement.cache_rows, tiers)

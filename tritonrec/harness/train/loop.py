@@ -303,7 +303,7 @@ def _check_outputs(run: Run) -> None:
     if run.resume and not run.checkpoint:
         raise ValueError("resuming needs the directory of a checkpoint")
     if run.spill:  # before hours of training
-        RowFile(run.spilled().job.placement.path, 4).close()
+        RowFile(run.spilled().job.placement.folder(), 4).close()
     # No folder is left where a name was wrong; in one that is there another run may be at work.
     absent = run.checkpoint is not None and not place_of(run.checkpoint).exists()
     if run.resume is True and not saved and (run.elastic or absent):
