@@ -519,3 +519,24 @@ def test_limits_of_files_are_named_and_none_is_left_open(tmp_path, monkeypatch):
     del made
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_forked_process_does_not_write_the_rows_of_its_parent(tmp_path):
+    table = stepped(DynamicTable(WIDTH, placement=on_disk(tmp_path)), 60)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:  # its lookups would write the rows that they find in memory, as old as they are by then
+        try:
+            stepped(table, 20, first=60)
+        except RuntimeError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    told = os.read(read, 10_000).decode()
+    os.close(read)
+    assert (
+        f"is that of process {os.getpid()}, from which this one was forked" in told and str(tmp_path) in told
+    )
+    stepped(table, 20, first=60)
+    assert same(table.export(), stepped(DynamicTable(WIDTH), 80).export())

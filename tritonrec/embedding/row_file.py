@@ -28,7 +28,8 @@ class RowFile(RowStorage):
     """Row i, whose handle is i, is at byte ``i * row_bytes``. Lists are on the host, and without -1.
 
     The file is an anonymous one in the directory: no other process sees it, and the system frees its space
-    when this one ends or is killed. What survives is the last checkpoint.
+    when this one ends or is killed. What survives is the last checkpoint. A process that is forked from this
+    one would share it, and write its rows over: there each use is an error.
 
     Args:
         path: an existing directory. row_bytes: of one row. dim: weights of a row, by default all values.
@@ -37,13 +38,14 @@ class RowFile(RowStorage):
     Raises:
         OSError: it is missing or cannot be written, and at any later call, full or broken; the message says
             which, where, and what to do.
+        RuntimeError: at any later call in a process that was forked from this one.
     """
 
     def __init__(self, path: str, row_bytes: int, dim: int | None = None, of: str = "rows"):
         self.path, self.row_bytes, self.nbytes, self._of = path, row_bytes, 0, of
         self.row_width, self.device = row_bytes // 4, torch.device("cpu")
         self.dim = self.row_width if dim is None else dim
-        self.read_rows, self.written_rows, self._slow = 0, 0, False
+        self.read_rows, self.written_rows, self._slow, self._process = 0, 0, False, os.getpid()
         try:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
             weakref.finalize(self, self._file.close)  # nobody is to be told that it was open
@@ -64,6 +66,7 @@ class RowFile(RowStorage):
 
     def grow(self, end: int) -> None:
         """Reserve space for rows below `end`, so that a full disk shows before a row depends on it."""
+        self._require_own()
         needed = -(-end * self.row_bytes // _PAGE) * _PAGE
         if needed > self.nbytes:
             size = max(needed, self.nbytes + min(self.nbytes, _MOST_AHEAD))
@@ -129,6 +132,7 @@ class RowFile(RowStorage):
         self.written_rows += len(rows)
 
     def _move(self, write: bool, rows: torch.Tensor, memory: torch.Tensor, places: torch.Tensor) -> None:
+        self._require_own()
         assert memory.is_contiguous() and memory[:1].nbytes in (0, self.row_bytes)
         file, size, at, began = self._file.fileno(), self.row_bytes, 0, time.monotonic()
         arrays, address = (rows.numpy(), places.numpy()), memory.data_ptr()
@@ -153,6 +157,13 @@ class RowFile(RowStorage):
                 "raise the memory of tables on disk (disk_memory), or name another disk",
                 RuntimeWarning,
                 stacklevel=2,
+            )
+
+    def _require_own(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"a table's file of {self._of} in {self.path!r} is that of process {self._process}, from "
+                "which this one was forked, and both would write it: make the table, or load its checkpoint, here"
             )
 
     def _again(self, write: bool, address: int, offset: int) -> None:
