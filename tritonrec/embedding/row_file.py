@@ -163,7 +163,8 @@ class RowFile(RowStorage):
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"a table's file of {self._of} in {self.path!r} is that of process {self._process}, from "
-                "which this one was forked, and both would write it: make the table, or load its checkpoint, here"
+                "which this one was forked, and both would write it: make the table here, or load its "
+                "checkpoint"
             )
 
     def _again(self, write: bool, address: int, offset: int) -> None:
