@@ -460,6 +460,14 @@ def test_words_of_samples_tell_those_that_are_shared():
     assert differ(later, words_of(plain, 0, [some(4, 3, 2)], {}))  # most of them
     two = words_of(plain, 7, [some(1, 2), some(3, 4, step=1)], {})  # steps of two epochs
     assert not differ(two, words_of(plain, 7, [some(3, 4), some(1, 2, step=1)], {}))
+    for spread in (
+        1,
+        0x9E3779B97F4A7C15 - 2**64,
+        2**32 + 1,
+    ):  # ids that were hashed by a product are told apart, too
+        ids = (torch.arange(40) * spread).tolist()
+        even = words_of(plain, 7, [some(*ids[::2]), some(*ids[::2], step=1)], {})
+        assert not differ(even, words_of(plain, 7, [some(*ids[1::2]), some(*ids[1::2], step=1)], {}))
     empty = words_of(plain, 7, [some()], {})
     assert empty.samples == 0 and not differ(empty, empty, first)  # ranks without samples
     assert not differ(Words(), Words(), first)

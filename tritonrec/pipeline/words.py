@@ -15,7 +15,6 @@ from .model_call import CallerSettings
 
 LOWEST = 32
 """Hashes of samples in a header: all of a small window, of a larger one enough to see a shared part."""
-PER_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,9 @@ def words_of_end(rates: Mapping[str, float | None]) -> Words:
 
 def _hashes(samples: Sequence[tuple[torch.Tensor, int]]) -> np.ndarray:
     """Of ids (n,) int64 and their step: int64 hashes, none of which is 0 (the finalizer of splitmix64)."""
-    at = [(ids.cpu().numpy().view(np.uint64), np.uint64(step * PER_STEP % 2**64)) for ids, step in samples]
+    # Steps have no fixed distance: ids that were made by multiplying with one (0x9E3779B97F4A7C15 is the
+    # usual) would be those of the next step.
+    at = [(ids.cpu().numpy().view(np.uint64), np.uint64(digest(str(step)))) for ids, step in samples]
     values = np.concatenate([ids + of_step for ids, of_step in at])
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
