@@ -460,11 +460,8 @@ def test_words_of_samples_tell_those_that_are_shared():
     assert differ(later, words_of(plain, 0, [some(4, 3, 2)], {}))  # most of them
     two = words_of(plain, 7, [some(1, 2), some(3, 4, step=1)], {})  # steps of two epochs
     assert not differ(two, words_of(plain, 7, [some(3, 4), some(1, 2, step=1)], {}))
-    for spread in (
-        1,
-        0x9E3779B97F4A7C15 - 2**64,
-        2**32 + 1,
-    ):  # ids that were hashed by a product are told apart, too
+    golden = 0x9E3779B97F4A7C15 - 2**64
+    for spread in (1, golden, 2**32 + 1):  # ids that were made by a product
         ids = (torch.arange(40) * spread).tolist()
         even = words_of(plain, 7, [some(*ids[::2]), some(*ids[::2], step=1)], {})
         assert not differ(even, words_of(plain, 7, [some(*ids[1::2]), some(*ids[1::2], step=1)], {}))
@@ -477,6 +474,11 @@ def test_words_of_samples_tell_those_that_are_shared():
     assert differ(
         words_of(plain, 0, [some(*range(1000))], {}), words_of(plain, 0, [some(*range(9, 1000))], {})
     )
+    # A stream without borders of epochs, of which two ranks have the same few of 32 smallest hashes.
+    lowest = sorted(range(1000), key=lambda each: words_of(plain, 7, [some(each)], {}).lowest[0])
+    others = list(range(1000, 2000))
+    assert not differ(many, words_of(plain, 7, [some(*lowest[:2], *others)], {}))
+    assert differ(many, words_of(plain, 7, [some(*lowest[:12], *others)], {}))
 
 
 class Running(torch.nn.Module):

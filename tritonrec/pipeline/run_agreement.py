@@ -10,8 +10,8 @@ two ranks' digests differ, all ranks exchange words, and say which rank has what
                                         sums of the bits of parameters, buffers and optimizer states
     rows       in a run's first window  sums of those that the caller has written since the last run: alike on
                                         the ranks that have copies of a part of the tables
-    samples    in every window          of all ids, and the smallest hashes of ids; one that two ranks have
-                                        counts in a run's first window, later most of a rank's
+    samples    in every window          of all ids, and the smallest hashes of ids; an eighth of a rank's
+                                        that another has counts in a run's first window, later half
 """
 
 from __future__ import annotations
