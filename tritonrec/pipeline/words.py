@@ -65,8 +65,8 @@ def may_differ(rows: Sequence[Sequence[int]]) -> bool:
     owners = Counter(value for each in found for value in each.lowest if value)
     for each in found:
         shared = [owners[value] > 1 for value in each.lowest if value]
-        # Where one epoch follows another without a border ranks may share a few. Part of a rank's are those of
-        # a shard that two have; most are those of a loader of other settings.
+        # Where one epoch follows another without a border ranks may share a few. A part of a rank's are of a
+        # shard that two have; most are of a loader with other settings.
         if sum(shared) > len(shared) // (8 if each.state else 2):
             return True
     return False
