@@ -19,6 +19,7 @@ from tritonrec.data.convert import convert, write
 from tritonrec.data.grouped import sequences_of
 from tritonrec.data.interactions import Interactions, ItemGenres, UserFeatures
 from tritonrec.data.log_format import LogFormat
+from tritonrec.data.parquet_rows import ParquetRows
 from tritonrec.data.sources import load, source_of
 from tritonrec.data.vocabulary import Vocabulary, words_of
 from tritonrec.files.places import place_of
@@ -175,6 +176,23 @@ def test_a_bad_column_is_named_with_its_file(tmp_path, changes, message):
         load(f"parquet:{tmp_path}")
 
 
+@pytest.mark.parametrize("name", ["item", "like"])
+def test_a_column_that_is_there_twice_is_named_with_its_file(tmp_path, name):
+    """Another one that is there twice is as good as absent, as each that nothing needs."""
+    two = pa.table(columns(like=pa.array([True, False])))
+    two = two.append_column("z", two["user"]).append_column("z", two["item"])
+    pq.write_table(two, tmp_path / "a.parquet")
+    assert len(load(f"parquet:{tmp_path}")) == len(load(two)) == 2
+    two = two.append_column(name, two[name])
+    pq.write_table(two, tmp_path / "a.parquet")
+    pa.ipc.new_file(str(tmp_path / "a.arrow"), two.schema).close()
+    for source in (f"parquet:{tmp_path / 'a.parquet'}", f"arrow:{tmp_path / 'a.arrow'}", two):
+        with pytest.raises(ValueError, match=f"(the table|a\\.[a-z]+): two columns are named '{name}'"):
+            load(source)
+    with pytest.raises(ValueError, match=rf"a\.parquet: two columns are named '{name}'"):
+        ParquetRows(tmp_path / "a.parquet", columns=["user", name])
+
+
 @pytest.mark.parametrize(
     "rating, message",
     [
@@ -313,7 +331,7 @@ def test_the_command_converts_and_reports(tmp_path):
 def test_a_log_of_words_keeps_them(tmp_path, monkeypatch, partition):
     """A converted log has the numbers of its words, and these beside it."""
     monkeypatch.setenv("TRITONREC_CACHE", str(tmp_path / "cache"))
-    rows = "ann,x,1400000000\nbob,y,1400000001\nann,z,1400100000\n"
+    rows = "ann,x,1400000000\nbob,y,1400000001\nann,z,1400100000\nann,x,1400200000\n"
     (tmp_path / "log.csv").write_text(f"user,item,time\n{rows}")
     source, out = f"{tmp_path}/log.csv?ids=words", tmp_path / "out"
     made = run(source, str(out), *partition)
@@ -322,7 +340,7 @@ def test_a_log_of_words_keeps_them(tmp_path, monkeypatch, partition):
     assert again.words == original.words and again.user.tolist() == original.user.tolist()
     assert words_of(sequences_of(str(out))) == words_of(sequences_of(source)) == original.words
     earlier = {"item": Vocabulary(["x"])}  # of a checkpoint: the log's extend it
-    assert load(out, words=earlier).item.tolist() == [0, 1, 2] and earlier == original.words
+    assert load(out, words=earlier).item.tolist() == [0, 1, 2, 0] and earlier == original.words
     with pytest.raises(ValueError, match="the vocabulary 'item' has other ids"):
         load(out, words={"item": Vocabulary(["y"])})
     with pytest.raises(ValueError, match="ids are numbers of words already"):

@@ -211,11 +211,8 @@ def test_other_columns_are_refused(tmp_path, columns, message):
     ],
 )
 def test_bad_rows_are_refused_when_they_are_read(tmp_path, columns, message):
-    made = stream(written(tmp_path, **columns), readers=1)
     with pytest.raises(ValueError, match=f"{tmp_path}.*, row [01]: {message}"):
-        next(made)
-    with pytest.raises(ValueError, match=f"{tmp_path}.*, row [01]: {message}"):
-        made.tokens_of(made.rows_of(0)[1])
+        stream(written(tmp_path, **columns), readers=1)
 
 
 def test_a_catalogue_is_needed(tmp_path):
@@ -226,10 +223,15 @@ def test_a_catalogue_is_needed(tmp_path):
     assert next(stream(tmp_path, catalogue=torch.tensor([7]))).negatives.unique().tolist() == [7]
 
 
-def test_rows_without_tokens_are_refused_where_batches_are_cut_by_tokens(tmp_path):
-    cut = DynamicStream(stream(written(tmp_path, item=[[1], [2]], timestamp=[[1], [2]])), 30)
-    with pytest.raises(ValueError, match="rank 0 has an epoch without tokens"):
-        next(cut)
+def test_a_log_without_tokens_is_refused_and_a_rank_without_any_where_batches_are_cut_by_tokens(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"none of the 2 sequences has two events for training, .*leave-one-out"
+    ):
+        stream(written(tmp_path, item=[[1], [2, 3]], timestamp=[[1], [2, 3]]))
+    folder = written(tmp_path, item=[[1], [2, 3, 4]], timestamp=[[1], [2, 3, 4]])
+    cut = [DynamicStream(stream(folder, rank=rank, world_size=2), 30) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"rank [01] has an epoch without tokens"):
+        [next(each) for each in cut]
 
 
 @pytest.mark.if_changed

@@ -114,7 +114,7 @@ class EventLog(Log):
     def _columns(self, file: File) -> dict[str, str]:
         """Columns by their roles: those of `find_columns`, and a task's name for each of feedback."""
         typed = isinstance(file, ParquetFile)
-        if typed and "item" in file.names and is_list(file.schema.field("item").type):  # type: ignore[attr-defined]
+        if typed and file.names.count("item") == 1 and is_list(file.schema.field("item").type):  # type: ignore[attr-defined]
             raise ValueError(
                 f"{file.path}: column 'item' holds lists: sequences, which models of the next item stream"
             )
@@ -136,6 +136,9 @@ class EventLog(Log):
             raise ValueError(f"{error}{_not_read(folders)}") from error
         if "rating" not in found and self.format.rating != NONE and any(map(is_rating, folders)):
             raise ValueError(f"{file.path}: no column that is the rating{_not_read(folders)}; or rating=none")
+        for name in found.values():
+            if file.names.count(name) > 1:
+                raise ValueError(f"{file.path}: two columns are named {name!r}")
         return found
 
     def _folders(self, file: File) -> list[tuple[str, str]]:

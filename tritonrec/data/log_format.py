@@ -325,7 +325,7 @@ def _known(names: list[str], role: str, format: LogFormat, source: str) -> str |
     """The column of a role by the names in `KNOWN`; one that is named as another role is none."""
     taken = {format.user, format.item, format.timestamp, format.rating, format.order, *format.label}
     alike = [name for name in names if _folded(name) in KNOWN[role] and name not in taken]
-    if len(alike) > 1:
+    if len({*alike}) > 1:
         raise ValueError(
             f"{source}: two columns for {role}: {alike[0]!r} and {alike[1]!r}; name the one ({role}=)"
         )

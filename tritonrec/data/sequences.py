@@ -59,8 +59,8 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
         split: see `NextItemLoader`. With another one than the default, and no `catalogue`, all rows are read
             once for the items in training.
 
-    Raises the errors of `Stream`, and ValueError for columns that are no lists of integers and where there
-    is no catalogue.
+    Raises the errors of `Stream`, and ValueError for columns that are no lists of integers, and where there
+    is no catalogue, or no sequence with a token.
     """
 
     def __init__(
@@ -94,6 +94,12 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
             raise ValueError("catalogue must be int64, distinct and ascending: sort it with torch.unique")
         self.catalogue = catalogue
         self.popularity = torch.ones_like(catalogue) if popularity is None else popularity
+        tables = (self._lists(table, numbers) for numbers, table in rows.batches())
+        if not any(self._tokens(*lists)[1].any() for lists in tables):  # mostly the first ones have some
+            raise ValueError(
+                f"{rows.path}: none of the {rows.num_rows} sequences has two events for training, which make "
+                f"one token ({split})"
+            )
 
     def tokens_of(self, table: pa.Table) -> np.ndarray:
         """(b,) int64: tokens of each row's sample."""

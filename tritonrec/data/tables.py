@@ -309,7 +309,7 @@ def common_schema(
 ) -> pa.Schema:
     """The plain types that columns have in all files, those of the first file by default.
 
-    Raises ValueError naming the file that lacks a column or has one of another kind.
+    Raises ValueError naming the file that lacks a column, has it twice, or one of another kind.
     """
     names = [name for name in schemas[0].names if not is_metadata(name)] if columns is None else list(columns)
     found = []
@@ -318,6 +318,8 @@ def common_schema(
         for path, schema in zip(paths, schemas, strict=True):
             if name not in schema.names:
                 raise ValueError(f"{path}: no column {name!r}; found {', '.join(schema.names)}")
+            if schema.names.count(name) > 1:
+                raise ValueError(f"{path}: two columns are named {name!r}")
             kinds.append(schema.field(name).type)
         shared = common_type(kinds)
         if shared is None:
