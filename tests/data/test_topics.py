@@ -97,6 +97,15 @@ def test_ranks_divide_the_messages_that_come_in_turn(data):
     assert next(other) == ranks[-1].batch(2) and other.step == 3
 
 
+def test_ranks_that_ask_for_the_end_while_a_topic_grows_have_other_shards():
+    """A trainer names them: each rank would begin elsewhere."""
+    one, same, other = (
+        TopicStream(Listed(*[['{"items": [7]}'] * 9] * 2), items, 2, start, rank, 2).batch(0).shard
+        for start, rank in [([1, 0], 0), ([1, 0], 1), ([1, 1], 1)]
+    )
+    assert one == same != other and other.settings["start"] == "[1, 1]"
+
+
 def test_steps_are_ready_when_the_slowest_partition_has_their_messages():
     assert TopicStream(Listed("abcdefg", "ab", "abcd"), listed, 3).ready() == 2
     assert TopicStream(Listed("abcdefg", "ab", "abcd"), listed, 7).ready() == 1

@@ -22,7 +22,7 @@ Dimensions: B samples, L tokens, K negatives per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate
@@ -53,6 +53,19 @@ def per_token(*keys: str, dtype: torch.dtype | None = torch.int64, dim: int = 1)
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Of which batch of all ranks a rank's is a part: ranks that train together have the same.
+
+    Args:
+        settings: names and values of what the batch of all ranks depends on, and the number of ranks.
+        bordered: one epoch ends before the next one begins, so that no sample is in two ranks' parts.
+    """
+
+    settings: Mapping[str, str]
+    bordered: bool = True
+
+
+@dataclass(frozen=True)
 class Batch(Movable):
     """The samples of a step, with all tensors on one device: the interface of batches for the trainer.
 
@@ -61,11 +74,15 @@ class Batch(Movable):
 
     A kind of batch is a frozen dataclass with further fields: columns (`per_sample`, `per_token`), and values
     shared by all samples. It may override the lookups and the number of loss terms.
+
+    Args:
+        shard: of loaders that divide their batches among ranks; trainers compare it.
     """
 
     step: int
     sample_ids: Tensor  # (B,) int64
     features: KeyedJaggedTensor  # ids by feature and sample
+    shard: Shard | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -143,8 +160,10 @@ class Batch(Movable):
         joined: dict[str, Any] = {
             each.name: common_value(each.name, [getattr(batch, each.name) for batch in batches])
             for each in fields(cls)
-            if each.name not in ("sample_ids", "features") and "column" not in each.metadata
+            if each.name not in ("sample_ids", "features", "shard") and "column" not in each.metadata
         }
+        shards = [batch.shard for batch in batches]
+        joined["shard"] = shards[0] if all(each == shards[0] for each in shards) else None
         joined["sample_ids"] = torch.cat([batch.sample_ids for batch in batches])
         joined["features"] = features = KeyedJaggedTensor.concat([batch.features for batch in batches])
         for name, (keys, _dtype, _dim) in cls._columns():

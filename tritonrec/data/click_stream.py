@@ -88,10 +88,10 @@ class ClickStream(ClickSamples, Stream[ClickBatch]):
         )  # fmt: skip
         self._check_labels()
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         columns = self._columns
         own = {"label": columns.label, "dense": list(columns.dense), "features": list(self.features)}
-        return {**super()._identity(), **own, "format": columns.format.query()}
+        return {**super().identity(), **own, "format": columns.format.query()}
 
     @property
     def click_rate(self) -> float:

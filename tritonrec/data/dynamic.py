@@ -87,9 +87,13 @@ class DynamicBatchLoader(Endless[BatchType]):
         check_same(state, {name: value for name, value in own.items() if name != "loader"})
         self.loader.load_state_dict(state.get("loader", {}))
 
+    def identity(self) -> dict[str, Any]:
+        own = {"target_tokens": self.target_tokens, "chunk_samples": self.chunk_samples}
+        return {**self.loader.identity(), **own}
+
     def batch(self, step: int) -> BatchType:
         """This rank's batch; it may be empty."""
-        return self.loader.make_batch(step, self._samples(step)[self.rank])
+        return self.divided(self.loader.make_batch(step, self._samples(step)[self.rank]))
 
     def global_batch(self, step: int) -> BatchType:
         """The batches of all ranks, end to end."""
@@ -132,7 +136,7 @@ class DynamicBatchLoader(Endless[BatchType]):
 
 
 @typed
-class DynamicStream:
+class DynamicStream(Endless[JaggedBatch]):
     """The samples of `stream` in batches of about `target_tokens` tokens a rank; an endless iterator.
 
     Args:
@@ -175,7 +179,10 @@ class DynamicStream:
         with work("collate"):
             batch = self.stream.collate(self.step, torch.from_numpy(np.concatenate(ids)), joined(tables))
         self.step += 1
-        return batch
+        return self.divided(batch, bordered=False)
+
+    def identity(self) -> dict[str, Any]:
+        return {**self.stream.identity(), "target_tokens": self.target_tokens}
 
     def batch(self, step: int) -> JaggedBatch:
         """This rank's next batch. Raises ValueError where `step` is not the next one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonrec.data.balancing import SequenceCost, partition_samples
+from tritonrec.data.batch import Batch, Shard
 from tritonrec.kernels.launch import random_indices
 from tritonrec.settings import typed
 
@@ -28,6 +30,9 @@ BatchType = TypeVar("BatchType")
 class Endless(Generic[BatchType]):
     """A loader of steps, of which an iterator, or a length, would have to choose an end."""
 
+    world_size: int
+    _shard: Shard | None = None
+
     def __iter__(self) -> Iterator[BatchType]:
         raise TypeError(f"a {type(self).__name__} has no end: (loader.batch(step) for step in range(steps))")
 
@@ -39,6 +44,19 @@ class Endless(Generic[BatchType]):
 
     def __bool__(self) -> bool:  # which would be the length
         return True
+
+    def divided(self, batch: BatchType, bordered: bool = True) -> BatchType:
+        """The batch of this rank, with the `Shard` that it is; of one rank alone as it is."""
+        if self.world_size == 1 or not isinstance(batch, Batch):
+            return batch
+        if self._shard is None:
+            settings = {**self.identity(), "world_size": self.world_size}
+            self._shard = Shard({name: str(value) for name, value in settings.items()}, bordered)
+        return replace(batch, shard=self._shard)
+
+    def identity(self) -> dict[str, Any]:
+        """What the batch of all ranks depends on, cheap to tell."""
+        raise NotImplementedError
 
 
 class EpochLoader(Endless[BatchType]):
@@ -79,6 +97,11 @@ class EpochLoader(Endless[BatchType]):
     def settings(self) -> dict[str, Any]:
         """What a step's batch depends on, beside `content`; ranks and balance change no global batch."""
         return {"kind": type(self).__name__, "batch_size": self.batch_size, "seed": self.seed}
+
+    def identity(self) -> dict[str, Any]:
+        # In the place of a digest of all data: sums of two columns.
+        sums = self.num_samples, int(self.sample_ids.sum()), int(self.sample_tokens.sum())
+        return {**self.settings(), "balance": self.cost, "samples (number, sum of ids, tokens)": sums}
 
     def content(self) -> tuple[Tensor, ...]:
         """The data that a step's batch depends on."""
@@ -126,7 +149,7 @@ class EpochLoader(Endless[BatchType]):
     def batch(self, step: int) -> BatchType:
         """This rank's samples of the global batch, in its order; may be empty."""
         samples = self._global_samples(step)
-        return self.make_batch(step, samples[self._shards(samples)[self.rank]])
+        return self.divided(self.make_batch(step, samples[self._shards(samples)[self.rank]]))
 
     def global_size(self, step: int) -> tuple[int, int]:
         """Samples and tokens of the global batch."""

@@ -67,8 +67,8 @@ class ImpressionStream(ImpressionSamples, Stream[ImpressionBatch]):
             readers,
         )  # fmt: skip
 
-    def _identity(self) -> dict[str, Any]:
-        return {**super()._identity(), "tasks": list(self.tasks), "context": list(self.context)}
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "tasks": list(self.tasks), "context": list(self.context)}
 
     def evaluation_batches(self, batch_size: int = 256, part: Part = "test") -> Iterator[ImpressionBatch]:
         check_at_least("batch_size", batch_size, 1)

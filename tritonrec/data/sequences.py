@@ -139,10 +139,10 @@ class NextItemStream(NextItems, Stream[JaggedBatch]):
             raise ValueError(f"{self.rows.path}: {self.split} leaves no event for training")
         return items, counts
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         sizes = {"max_seq_len": self.max_seq_len, "num_negatives": self.num_negatives}
         return {
-            **super()._identity(),
+            **super().identity(),
             **sizes,
             "split": str(self.split),
             "catalogue": digest_of(self.catalogue),

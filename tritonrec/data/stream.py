@@ -113,7 +113,7 @@ class Stream(Endless[BatchType]):
         with work("collate"):
             batch = self.collate(step, torch.from_numpy(ids), rows)
         self.step = step + 1
-        return batch
+        return self.divided(batch)
 
     def global_batch(self, step: int) -> BatchType:
         """The batch of all ranks, which this rank then reads alone."""
@@ -129,6 +129,7 @@ class Stream(Endless[BatchType]):
         other.rank, other.world_size = rank, world_size
         other.readers = self.plan.readers_of(rank, world_size)
         other.step, other.counts, other._blocks, other._whole = 0, type(self.counts)(), {}, None
+        other._shard = None
         return other
 
     def prepared(self, numbers: np.ndarray, table: pa.Table, order: np.ndarray) -> Rows:
@@ -158,17 +159,17 @@ class Stream(Endless[BatchType]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank: a few numbers."""
-        return {"step": self.step, **self._identity()}
+        return {"step": self.step, **self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position, whatever the world size was.
 
         Raises ValueError naming what differs: another dataset, batch size, seed or order has other batches.
         """
-        check_same(state, self._identity(), "stream")
+        check_same(state, self.identity(), "stream")
         (self.step,) = counts_of(state, "step")
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         plan = self.plan
         return {
             "kind": type(self).__name__,

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Any, Generic, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from tritonrec.data.epochs import BatchType, check_at_least, check_same
+from tritonrec.data.epochs import BatchType, Endless, check_at_least, check_same
 from tritonrec.data.slices import work
 from tritonrec.optional import require
 from tritonrec.settings import counts_of, typed
@@ -39,7 +39,7 @@ class Topic(Protocol):
         """By partition the offset behind its last message."""
 
 
-class TopicStream(Generic[BatchType]):
+class TopicStream(Endless[BatchType]):
     """This rank's batches of a topic, in the order of the module's docstring; an iterator without an end.
 
     Args:
@@ -103,7 +103,7 @@ class TopicStream(Generic[BatchType]):
         with work("collate"):
             batch = self.collate(step, torch.tensor(ids, dtype=torch.int64, device="cpu"), messages)
         self.step = step + 1
-        return batch
+        return self.divided(batch)
 
     def ready(self) -> int:
         """Steps from the next one on whose messages are all there; one rank counts for all."""
@@ -113,20 +113,20 @@ class TopicStream(Generic[BatchType]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank."""
-        return {"step": self.step, "start": self.start, **self._identity()}
+        return {"step": self.step, **self.identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position, also of another world size and start; ValueError naming what else differs."""
-        check_same(state, self._identity(), "stream")
+        check_same(state, {name: each for name, each in self.identity().items() if name != "start"}, "stream")
         (step,), start = counts_of(state, "step"), state.get("start")
         if not isinstance(start, list) or len(start) != self.topic.partitions:
             raise ValueError(f"start of a saved state has an offset of each partition, got {start!r}")
         offsets = {f"start[{place}]": each for place, each in enumerate(start)}
-        self.step, self.start = step, [*counts_of(offsets, *offsets)]
+        self.step, self.start, self._shard = step, [*counts_of(offsets, *offsets)], None
 
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         about = {"topic": self.topic.name, "partitions": self.topic.partitions, "batch_size": self.batch_size}
-        return {"kind": type(self).__name__, **about}
+        return {"kind": type(self).__name__, "start": self.start, **about}
 
 
 @typed

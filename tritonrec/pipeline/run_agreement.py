@@ -10,6 +10,7 @@ two ranks' digests differ, all ranks exchange words, and say which rank has what
                                         sums of the bits of parameters, buffers and optimizer states
     rows       in a run's first window  sums of those that the caller has written since the last run: alike on
                                         the ranks that have copies of a part of the tables
+    loaders    in every window          settings of what divides its batches among the ranks
     samples    in every window          of all ids, and the smallest hashes of ids; an eighth of a rank's
                                         that another has counts in a run's first window, later half
 """
@@ -173,11 +174,19 @@ class RunAgreement:
         self, words: Words, settings: CallerSettings | None, step: int, sample_ids: torch.Tensor
     ) -> None:
         """Raise `RanksDisagreeError` on every rank where ranks differ. Collective over all ranks."""
-        own: dict[str, Any] = {"rank": self.communicators.rank, "here": {}, "samples": None, "rows": {}}
+        own: dict[str, Any] = {
+            "rank": self.communicators.rank,
+            "here": {},
+            "samples": None,
+            "rows": {},
+            "loader": {},
+        }
         own["shard"] = self.communicators.shard
         if words.state and self.compares_rows:
             own["rows"] = self._compared_rows()
         own["thread"] = {name: str(rate) for name, rate in words.rates.items()}
+        for shard in words.shards[:1]:
+            own["loader"] = {f"loader's {name}": value for name, value in shard.settings.items()}
         if settings is not None:
             own["thread"] |= {"autocast": str(settings.autocast), "default device": str(settings.device)}
         if words.state:
@@ -192,6 +201,7 @@ class RunAgreement:
         ranks = dict(sorted(every.items()))
         begun = {rank: _without_moving(each["here"], ranks) for rank, each in ranks.items() if each["here"]}
         found = differences({rank: each["thread"] for rank, each in ranks.items()}) + differences(begun)
+        found += differences({rank: each["loader"] for rank, each in ranks.items() if each["loader"]})
         for shard in dict.fromkeys(each["shard"] for each in ranks.values()):
             found += differences(
                 {rank: each["rows"] for rank, each in ranks.items() if each["shard"] == shard}

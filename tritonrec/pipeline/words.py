@@ -6,11 +6,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..data.batch import Shard
 from .model_call import CallerSettings
 
 LOWEST = 32
@@ -25,6 +27,7 @@ class Words:
         rows: of those that the caller has written, in a run's first window; alike on the ranks of a `shard`.
         lowest: `LOWEST` hashes of the window's samples, ascending, then zeros.
         rates: learning rates by what to call them, which are in the digest `settings`.
+        loaders: of the settings of what divides the batches among the ranks. shards: these.
     """
 
     settings: int = 0
@@ -32,17 +35,19 @@ class Words:
     samples: int = 0
     rows: int = 0
     shard: int = 0
+    loaders: int = 0
     lowest: tuple[int, ...] = (0,) * LOWEST
     rates: Mapping[str, float | None] = field(default_factory=dict)
+    shards: Sequence[Shard] = ()
 
     @property
     def row(self) -> list[int]:
-        return [self.settings, self.state, self.samples, self.rows, self.shard, *self.lowest]
+        return [self.settings, self.state, self.samples, self.rows, self.shard, self.loaders, *self.lowest]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> Words:
         """The words of a `row`."""
-        return cls(row[0], row[1], row[2], row[3], row[4], tuple(row[5:]))
+        return cls(row[0], row[1], row[2], row[3], row[4], row[5], tuple(row[6:]))
 
 
 WIDTH = len(Words().row)
@@ -52,9 +57,9 @@ WIDTH = len(Words().row)
 def may_differ(rows: Sequence[Sequence[int]]) -> bool:
     """Whether any two ranks' words (`Words.row`) differ where they have to agree, or share samples."""
     found = [Words.of_row(row) for row in rows]
-    for of_ranks in ([each.settings for each in found], [each.state for each in found]):
+    for name in ("settings", "state", "loaders"):
         # 0: nothing to compare, as the state in a later window of a run.
-        if len({*of_ranks} - {0}) > 1:
+        if len({getattr(each, name) for each in found} - {0}) > 1:
             return True
     # Equal within each shard: then there are as many pairs as shards.
     if len({(each.shard, each.rows) for each in found}) > len({each.shard for each in found}):
@@ -76,8 +81,12 @@ def words_of(
     settings: CallerSettings, state: int, batches: Sequence[Any], rates: Mapping[str, float | None]
 ) -> Words:
     """The words of a window of these batches; `state` as of `RunAgreement.begin`, 0 in a later window."""
-    # A step may have a sample that another step of the window, of the next epoch, has on another rank.
-    hashes = _hashes([(batch.sample_ids, batch.step) for batch in batches])
+    of_batches = [getattr(batch, "shard", None) for batch in batches]  # of a user's own batches none
+    shards = [shard for shard in of_batches if shard is not None]
+    # A step may have a sample that another step of the window, of the next epoch, has on another rank. So may
+    # the same step where epochs have no borders; there the shards tell that ranks have parts of one.
+    bordered = [shard is None or shard.bordered for shard in of_batches]
+    hashes = _hashes([(batch.sample_ids, batch.step) for batch in compress(batches, bordered)])
     lowest = [0] * LOWEST
     if len(hashes):
         few = np.partition(hashes, LOWEST)[:LOWEST] if len(hashes) > LOWEST else hashes
@@ -85,7 +94,15 @@ def words_of(
         lowest[: len(smallest)] = smallest
     # A sum over the samples has no order; the last bit keeps it from 0, which stands for none.
     samples = int(hashes.sum(dtype=np.int64)) | 1 if len(hashes) else 0
-    return Words(digest(repr((settings, rates))), state, samples, lowest=tuple(lowest), rates=rates)
+    return Words(
+        digest(repr((settings, rates))),
+        state,
+        samples,
+        loaders=digest(repr(shards)) if shards else 0,
+        lowest=tuple(lowest),
+        rates=rates,
+        shards=shards,
+    )
 
 
 def words_of_end(rates: Mapping[str, float | None]) -> Words:
@@ -98,7 +115,7 @@ def _hashes(samples: Sequence[tuple[torch.Tensor, int]]) -> np.ndarray:
     # Steps have no fixed distance: ids that were made by multiplying with one (0x9E3779B97F4A7C15 is the
     # usual) would be those of the next step.
     at = [(ids.cpu().numpy().view(np.uint64), np.uint64(digest(str(step)))) for ids, step in samples]
-    values = np.concatenate([ids + of_step for ids, of_step in at])
+    values = np.concatenate([np.empty(0, np.uint64), *(ids + of_step for ids, of_step in at)])
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((values ^ (values >> np.uint64(31))) | np.uint64(1)).view(np.int64)
