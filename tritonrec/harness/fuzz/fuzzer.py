@@ -39,12 +39,13 @@ class Fuzzer:
         torch.set_num_threads(1)
 
     def refusal(self, configuration: Configuration) -> str:
-        """The message of the public check that refuses it before the first step; empty where none does."""
+        """The message of the public check that refuses it, or its log; empty where none does."""
 
         def make(communicators: Communicators) -> None:
             with prepared(communicators, configuration.job, configuration.case) as (_, loader):
                 if isinstance(loader, (NextItemStream, DynamicStream)):
-                    next(iter(loader))  # it may be too short for its ranks
+                    for _ in range(configuration.case.steps):  # it may be too short for its ranks
+                        next(loader)
 
         if refusal := _refusal_of_settings(configuration):
             return refusal
