@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,11 +52,17 @@ def linked() -> list[str]:
 def rewritten(page: str, text: str) -> str:
     """The text of `page` with links as they are in the site."""
 
+    here = posixpath.dirname(place(page)) or "."
+    return with_links(text, lambda link: posixpath.relpath(place(target_of(page, link)), here))
+
+
+def with_links(text: str, there: Callable[[str], str]) -> str:
+    """A page whose relative links outside of code blocks lead `there`."""
+
     def rewrite(match: re.Match[str]) -> str:
         if "://" in match[2] or match[2].startswith("mailto:"):
             return match[0]
-        there = posixpath.relpath(place(target_of(page, match[2])), posixpath.dirname(place(page)) or ".")
-        return f"{match[1]}{there}{match[3]}"
+        return f"{match[1]}{there(match[2])}{match[3]}"
 
     parts, end = [], 0
     for fence in FENCE.finditer(text):

@@ -11,12 +11,11 @@ links lead nowhere.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tomllib
 from pathlib import Path
 
-from docs_site import FENCE, LINK, target_of
+from docs_site import target_of, with_links
 
 from tritonrec.harness.report import contract_digest
 from tritonrec.version import __version__
@@ -27,17 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 def absolute(text: str, repository: str, tag: str) -> str:
     """README.md with links to the files of `tag` at `repository`, pictures among them."""
 
-    def rewrite(match: re.Match[str]) -> str:
-        if "://" in match[2]:
-            return match[0]
-        kind = "raw" if match[2].endswith((".png", ".svg")) else "blob"
-        return f"{match[1]}{repository}/{kind}/{tag}/{target_of('README.md', match[2])}{match[3]}"
+    def there(link: str) -> str:
+        kind = "raw" if link.endswith((".png", ".svg")) else "blob"
+        return f"{repository}/{kind}/{tag}/{target_of('README.md', link)}"
 
-    parts, end = [], 0
-    for fence in FENCE.finditer(text):
-        parts += [LINK.sub(rewrite, text[end : fence.start()]), fence[0]]
-        end = fence.end()
-    return "".join([*parts, LINK.sub(rewrite, text[end:])])
+    return with_links(text, there)
 
 
 def with_urls(pyproject: str, repository: str, tag: str) -> str:

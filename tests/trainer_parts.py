@@ -96,6 +96,12 @@ def trainer(made, mode="nestpipe", consistency="batch", communicators=None, trus
     return Trainer(*made, communicators or Communicators.local(), mode, config, trust_model=trust_model)
 
 
+def adam_trainer(model, features, lr=0.05, mode="nestpipe", config=None, seed=0, **recipe):
+    """A trainer of one rank, whose rows and parameters Adam updates."""
+    tables = HashTableCollection(features, RowOptimizer("adam", lr=lr), seed=seed)
+    return Trainer(model, tables, optimizer_of(model, lr=lr), Communicators.local(), mode, config, **recipe)
+
+
 def batches(count=6, size=7, rank=0, world_size=1):
     """Copies: some models of the tests edit theirs."""
     return [deepcopy(_batch(step, size, rank, world_size)) for step in range(count)]

@@ -6,8 +6,9 @@ Triton's interpreter.
 
 import pytest
 import torch
+from trainer_parts import adam_trainer
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec import FeatureConfig
 from tritonrec.data import NextItemLoader, load
 from tritonrec.harness.emulator.driver import current
 from tritonrec.kernels import dispatch
@@ -35,10 +36,8 @@ def test_cached_scores_and_best_items_are_recomputed_ones(tmp_path, kind, config
         for each in model.parameters():
             each.mul_(1.5).add_(torch.randn(each.shape, dtype=torch.float32) * 0.1)
     loader = NextItemLoader(load("zipf:users=20,items=30,median_length=20,seed=3"), 8, LONGEST, 3, 0)
-    tables = HashTableCollection([FeatureConfig("item", 8)], RowOptimizer("adam", lr=0.02))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     with use_impl("cpu"):  # emulated, the training takes minutes
-        with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
+        with adam_trainer(model, [FeatureConfig("item", 8)], lr=0.02) as trainer:
             trainer.step(loader.batch(0))
             trainer.save(tmp_path / "run")
         export(tmp_path / "run", tmp_path / "out", model)

@@ -234,6 +234,10 @@ def test_the_host_never_waits_for_the_device(monkeypatch, backward):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_targets": torch.tensor([0, 3])}, r"num_targets\[1\] = 3"),
+        ({"num_targets": torch.tensor([-1, 0])}, r"num_targets\[0\] = -1"),
+        ({"scaling_seqlen": None}, "scaling_seqlen or attn_scale"),
+        ({"attn_scale": torch.ones(5)}, "scaling_seqlen or attn_scale"),
         ({"num_contexts": torch.tensor([0, 3])}, r"num_contexts\[1\] = 3 .* 2 tokens left"),
         ({"num_contexts": torch.tensor([2, 0]), "num_targets": torch.tensor([2, 0])}, r"num_contexts\[0\]"),
         ({"num_contexts": torch.tensor([0, 0]), "contextual_seq_len": 1}, "not both"),
@@ -250,10 +254,11 @@ def test_the_host_never_waits_for_the_device(monkeypatch, backward):
         ({"q": torch.ones(3, 2, 4), "delta_offsets": torch.tensor([0, 1, 2])}, "end at the 3 tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+@pytest.mark.parametrize("impl", IMPLS[:2])
+def test_what_does_not_fit_is_refused(impl, change, message):
     fits = {
         "q": torch.ones(5, 2, 4), "k": torch.ones(5, 2, 4), "v": torch.ones(5, 2, 3), "max_seq_len": 3,
-        "seq_offsets": torch.tensor([0, 3, 5]), "alpha": 1.0, "scaling_seqlen": 4,
+        "seq_offsets": torch.tensor([0, 3, 5]), "alpha": 1.0, "scaling_seqlen": 4, "impl": impl,
     }  # fmt: skip
     hstu_attention(**grouped(**fits))
     with pytest.raises(ValueError, match=message):

@@ -175,20 +175,24 @@ def caller(count):
 """
 
 
+def said_in(folder, code):
+    """Words that a process prints, which has the modules and the cache of a folder."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
+             "NUMBA_CACHE_DIR": str(folder / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 @pytest.mark.slow
 def test_a_kernel_on_disk_is_read_without_the_registries_of_a_compilation(tmp_path):
     """numba's own `load_overload` fills them, in a quarter of a second of each process."""
     (tmp_path / "kernel_of.py").write_text(LOADED)
 
     def run(code):
-        done = subprocess.run(
-            [sys.executable, "-B", "-c", f"from kernel_of import *; {code}"],
-            capture_output=True, text=True, timeout=120,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-                 "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return said_in(tmp_path, f"from kernel_of import *; {code}")
 
     compiles = "'numba.np.arraymath' in sys.modules"
     assert run(f"print(kernel(4).sum(), {compiles})") == ["9", "True"]
@@ -220,13 +224,7 @@ def test_a_process_after_a_change_of_a_helper_computes_with_the_change(tmp_path)
         (tmp_path / "helper_of.py").write_text(helper)
         (tmp_path / "constant_of.py").write_text(f"HELD = {held}\n")
         code = "from kernel_of import kernel; print(kernel(3), sum(kernel.stats.cache_hits.values()))"
-        done = subprocess.run(
-            [sys.executable, "-B", "-c", code], capture_output=True, text=True, timeout=120,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-                 "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        return said_in(tmp_path, code)
 
     assert run(2, 2) == ["8", "0"]
     assert run(2, 2) == ["8", "1"]

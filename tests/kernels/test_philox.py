@@ -66,11 +66,16 @@ def test_first_row_is_the_known_answer(impl):
     assert rows.tolist() == [expected]
 
 
-@pytest.mark.parametrize("dim", [0, 1, 3, 4, 5, 64, 257])
+@pytest.mark.parametrize(
+    ("num_rows", "dim"),
+    [*((None, d) for d in (0, 1, 3, 4, 5, 64, 257)), *((n, 6) for n in (0, 1, 127, 128, 129))],
+)
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_initial_rows_equal_the_reference(impl, dim):
-    rows = initial_rows(-5, 2**32 - 1, on(impl, KEYS), dim, 0.3, impl=impl).cpu()
-    assert torch.equal(rows, initial_rows(-5, 2**32 - 1, KEYS, dim, 0.3, impl="reference"))
+def test_initial_rows_equal_the_reference(impl, num_rows, dim):
+    draw = torch.Generator().manual_seed(3)
+    keys = KEYS if num_rows is None else torch.randint(SMALLEST, LARGEST, (num_rows,), generator=draw)
+    rows = initial_rows(-5, 2**32 - 1, on(impl, keys), dim, 0.3, impl=impl).cpu()
+    assert torch.equal(rows, initial_rows(-5, 2**32 - 1, keys, dim, 0.3, impl="reference"))
 
 
 @pytest.mark.parametrize("width", [0, 1, 4, 7, 261])
@@ -86,14 +91,6 @@ def test_rows_of_tables_are_those_of_each_and_zeros_behind_them(impl, width):
     for row, key, table, dim, scale in zip(rows, KEYS.split(1), *facts, strict=True):
         own = initial_rows(-5, table, key, min(max(dim, 0), width), scale, impl="reference")[0]
         assert torch.equal(row[: len(own)], own) and not row[len(own) :].any()
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 127, 128, 129])
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_row_counts_around_a_tile(impl, num_rows):
-    keys = torch.randint(SMALLEST, LARGEST, (num_rows,), generator=torch.Generator().manual_seed(3))
-    rows = initial_rows(9, 1, on(impl, keys), 6, 1.0, impl=impl).cpu()
-    assert torch.equal(rows, initial_rows(9, 1, keys, 6, 1.0, impl="reference"))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 130])

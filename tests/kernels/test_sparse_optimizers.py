@@ -64,39 +64,28 @@ def same_bits(one, other):
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-@pytest.mark.parametrize("dim", [1, 2, 7, 15, 16, 17, 33, 64, 128, 129])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_equals_the_reference(impl, optimizer, dim):
-    got, _, _ = run(optimizer, impl, rows=40, dim=dim, touched=19, pad=3)
-    expected, _, _ = run(optimizer, "reference", rows=40, dim=dim, touched=19, pad=3)
-    assert same_bits(got, expected)
+WIDTHS = [{"rows": 40, "dim": d, "touched": 19, "pad": 3} for d in (1, 2, 7, 15, 16, 17, 33, 64, 128, 129)]
+AROUND_A_TILE = [{"rows": 33, "dim": 32, "touched": t, "steps": 1} for t in (0, 1, 31, 32, 33)]
 
 
+@pytest.mark.parametrize("given", [*WIDTHS, *AROUND_A_TILE], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_weight_decay_equals_the_reference_and_counts(impl, optimizer):
+def test_equals_the_reference(impl, optimizer, given):
+    assert same_bits(run(optimizer, impl, **given)[0], run(optimizer, "reference", **given)[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "number", "other"),
+    [*((o, "weight_decay", 0.3, 0.2) for o in OPTIMIZERS), *((o, "eps", 0.5, 0.4) for o in WITH_EPS)],
+)
+@pytest.mark.parametrize("impl", ["cpu", TRITON])
+def test_a_number_counts(impl, optimizer, name, number, other):
+    """Beside states of order 1 the default eps of 1e-8 rounds away."""
     given = {"rows": 12, "dim": 18, "touched": 9, "pad": 1}
-    got, _, _ = run(optimizer, impl, weight_decay=0.3, **given)
-    assert same_bits(got, run(optimizer, "reference", weight_decay=0.3, **given)[0])
-    assert not same_bits(got, run(optimizer, "reference", weight_decay=0.2, **given)[0])
-
-
-@pytest.mark.parametrize("optimizer", WITH_EPS)
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_a_large_eps_counts(impl, optimizer):
-    """Beside states of order 1 the default of 1e-8 rounds away."""
-    got, _, _ = run(optimizer, impl, rows=20, dim=5, touched=9, eps=0.5)
-    assert same_bits(got, run(optimizer, "reference", rows=20, dim=5, touched=9, eps=0.5)[0])
-    assert not same_bits(got, run(optimizer, "reference", rows=20, dim=5, touched=9, eps=0.4)[0])
-
-
-@pytest.mark.parametrize("touched", [0, 1, 31, 32, 33])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("impl", ["cpu", TRITON])
-def test_row_counts_around_a_tile(impl, optimizer, touched):
-    got, _, _ = run(optimizer, impl, rows=33, dim=32, touched=touched, steps=1)
-    assert same_bits(got, run(optimizer, "reference", rows=33, dim=32, touched=touched, steps=1)[0])
+    got, _, _ = run(optimizer, impl, **{name: number}, **given)
+    assert same_bits(got, run(optimizer, "reference", **{name: number}, **given)[0])
+    assert not same_bits(got, run(optimizer, "reference", **{name: other}, **given)[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

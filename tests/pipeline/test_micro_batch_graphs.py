@@ -237,12 +237,16 @@ def test_cuda_compiles_on_another_stream_before_it_records(monkeypatch):
     assert log == [*before, "record, thread_local", "work", "replay"]
 
 
-def test_a_trainer_refuses_graphs_that_its_device_cannot_record():
-    net = model()
+def trainer_of(net, mode="nestpipe", config=None, communicators=None, **given):
     tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Trainer(net, tables, optimizer, communicators or Communicators.local(), mode, config, **given)
+
+
+def test_a_trainer_refuses_graphs_that_its_device_cannot_record():
+    net = model()
     with pytest.raises(ValueError, match="records on CUDA, and the trainer works on cpu"):
-        Trainer(net, tables, optimizer, Communicators.local(), "nestpipe", graphs=MicroBatchGraphs(2, 9))
+        trainer_of(net, graphs=MicroBatchGraphs(2, 9))
 
 
 class Failing:
@@ -262,11 +266,9 @@ def by_default(monkeypatch, net=None, recorder=Repeating, **changes):
 def trained(graphs, steps=3, alone=False, mode="nestpipe", net=None, **changes):
     """Losses of all steps and what the model has become."""
     net = model() if net is None else net
-    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     batches = [NextItemLoader(LOG, 7, 9, 2, 3).batch(step) for step in range(steps)]
     config = with_values(WindowConfig(4), changes)
-    with Trainer(net, tables, optimizer, Communicators.local(), mode, config, graphs=graphs) as trainer:
+    with trainer_of(net, mode, config, graphs=graphs) as trainer:
         results = [trainer.step(each) for each in batches] if alone else list(trainer.run(batches))
     return [each.losses for each in results] + [each.detach() for each in net.parameters()]
 
@@ -288,9 +290,7 @@ def test_a_trainer_of_several_ranks_takes_none_by_itself(monkeypatch):
 
     def rank(communicators):
         net = models[communicators.rank]
-        tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with Trainer(net, tables, optimizer, communicators) as trainer:
+        with trainer_of(net, communicators=communicators) as trainer:
             taken.append(trainer._pending.flight._graphs)
 
     run_ranks(1, rank)
@@ -354,10 +354,7 @@ def test_a_graph_s_memory_is_free_before_the_next_one_is_recorded_and_after_a_ru
 
 def test_a_call_beside_the_step_goes_without(monkeypatch):
     made, net = by_default(monkeypatch), model()
-    tables = HashTableCollection([FeatureConfig("item", DIM)], RowOptimizer("adam"), seed=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    config = WindowConfig(4)
-    with Trainer(net, tables, optimizer, Communicators.local(), "sequential", config, graphs=made) as trainer:
+    with trainer_of(net, "sequential", WindowConfig(4), graphs=made) as trainer:
         flight, part = trainer._pending.flight, batch([0, 4])
         flight.begin()
         flight.called = 99

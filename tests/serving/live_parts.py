@@ -111,3 +111,11 @@ def opened(training, place, **options):
     return Publisher(
         training.trainer, place, **{"every": 2, "snapshot_every": 100, "patience": 20.0, **options}
     )
+
+
+def places(value, path=()):
+    """Paths of all values in a document, of itself first."""
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        yield from places(each, (*path, key))

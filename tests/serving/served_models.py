@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 import uvicorn
 from live_parts import until
+from trainer_parts import adam_trainer
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec import FeatureConfig
 from tritonrec.data import ClickLoader, NextItemLoader, Vocabulary, load, load_clicks
 from tritonrec.nn import DLRM, HSTU, DLRMConfig, HSTUConfig
 from tritonrec.serving import Predictor, export
@@ -34,10 +35,8 @@ def export_hstu(folder: Path, words: bool = False, timed: bool = False) -> list[
     torch.manual_seed(7)
     model = HSTU(replace(SIZES, relative_bias=timed))
     loader = NextItemLoader(load("zipf:users=50,items=60,median_length=9,seed=3"), 16, LONGEST, 3, 0)
-    tables = HashTableCollection([FeatureConfig("item", 16)], RowOptimizer("adam", lr=0.1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     paths = [folder / "one", folder / "two"]
-    with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
+    with adam_trainer(model, [FeatureConfig("item", 16)], lr=0.1) as trainer:
         if words:
             trainer.vocabularies = {"item": Vocabulary(f"item {n}" for n in range(60))}
         for step, path in enumerate(paths):
@@ -55,9 +54,7 @@ def export_dlrm(folder: Path) -> tuple[Path, ClickLoader]:
     model = DLRM(
         DLRMConfig(dim=8, dense=loader.batch(0).dense.shape[1], features=tuple(names), bottom=(8,), top=(8,))
     )
-    tables = HashTableCollection([FeatureConfig(name, 8) for name in names], RowOptimizer("adam", lr=0.05))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
+    with adam_trainer(model, [FeatureConfig(name, 8) for name in names]) as trainer:
         trainer.step(loader.batch(0))
         trainer.save(folder / "run")
     export(folder / "run", folder / "clicks", model)

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from speeds import examples
+from trainer_parts import adam_trainer
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, ops
+from tritonrec import FeatureConfig, ops
 from tritonrec.data import Interactions, NextItemLoader, Vocabulary, load
 from tritonrec.nn import (
     HSTU,
@@ -58,11 +59,9 @@ class Exports:
             for each in model.parameters():
                 each.mul_(1.5).add_(torch.randn(each.shape, dtype=torch.float32) * 0.1)
         loader = NextItemLoader(load("zipf:users=50,items=60,median_length=30,seed=3"), 16, LONGEST, 3, 0)
-        tables = HashTableCollection([FeatureConfig("item", 16)], RowOptimizer("adam", lr=0.02))
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         window = WindowConfig(precision=precision)
         self.paths = [folder / "one", folder / "two"]
-        with Trainer(model, tables, optimizer, Communicators.local(), config=window) as trainer:
+        with adam_trainer(model, [FeatureConfig("item", 16)], lr=0.02, config=window) as trainer:
             for step, path in enumerate(self.paths):
                 trainer.step(loader.batch(step))
                 trainer.save(folder / "run")
@@ -507,10 +506,7 @@ def day(folder, words, longest, model_of=HSTU, config=None):
     loader = NextItemLoader(Interactions(users, items, np.arange(90)), 8, longest, 3, 0)
     torch.manual_seed(1)
     model = model_of(config)
-    tables = HashTableCollection([FeatureConfig("item", 8)], RowOptimizer("adam", lr=0.02))
-    with Trainer(
-        model, tables, torch.optim.Adam(model.parameters(), lr=0.02), Communicators.local()
-    ) as trainer:
+    with adam_trainer(model, [FeatureConfig("item", 8)], lr=0.02) as trainer:
         trainer.vocabularies = words
         trainer.step(loader.batch(0))
         trainer.save(folder / "run")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from live_parts import places
 from safetensors.torch import save_file
 
 from tritonrec import checkpoint
@@ -185,13 +186,6 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
-
-
-def places(value, path=()):
-    yield path
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in parts:
-        yield from places(each, (*path, key))
 
 
 @given(st.data())

@@ -8,24 +8,21 @@ from speeds import slow_except
 from test_export_grm import loader as impressions
 from test_export_grm import model_of
 from test_exporter import DIM, FEATURES, MODELS, clicks, loader
+from trainer_parts import adam_trainer
 
 from tritonrec import checkpoint
-from tritonrec.distributed import Communicators
-from tritonrec.embedding import FeatureConfig, HashTableCollection, RowOptimizer
+from tritonrec.embedding import FeatureConfig
 from tritonrec.nn import DLRM, DLRMConfig
-from tritonrec.pipeline import Trainer, WindowConfig, next_item_scores
+from tritonrec.pipeline import WindowConfig, next_item_scores
 from tritonrec.serving import Predictor, export
 
 
 def trained(folder, model, names, batches, precision):
     """Trained and saved in a precision; with the tables, and what is around the model in training."""
-    tables = HashTableCollection(names, RowOptimizer("adam", lr=0.05))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    window = WindowConfig(2, precision=precision)
-    with Trainer(model, tables, optimizer, Communicators.local(), "nestpipe", window) as trainer:
+    with adam_trainer(model, names, config=WindowConfig(2, precision=precision)) as trainer:
         list(trainer.run(batches))
         trainer.save(folder)
-    return tables, trainer.autocast
+    return trainer.tables, trainer.autocast
 
 
 EVERY = [(name, precision) for name in MODELS for precision in ("bf16", "fp16")]

@@ -13,8 +13,9 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
+from trainer_parts import adam_trainer
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec import FeatureConfig
 from tritonrec.data import NextItemLoader, load
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.serving import Predictor, export, hub
@@ -136,9 +137,7 @@ def exported(tmp_path_factory):
     loader = NextItemLoader(load("zipf:users=30,items=60,seed=3"), 16, 10, 4, seed=0)
     torch.manual_seed(0)
     model = HSTU(HSTUConfig(dim=8, heads=2, qk_dim=4, v_dim=4, max_seq_len=10, layers=1))
-    tables = HashTableCollection([FeatureConfig("item", 8)], RowOptimizer("adam", 3e-3))
-    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
+    with adam_trainer(model, [FeatureConfig("item", 8)], lr=3e-3) as trainer:
         for step in range(2):
             trainer.step(loader.batch(step))
             trainer.save(folder / "checkpoints")

@@ -15,6 +15,7 @@ from live_parts import (
     Training,
     assert_has,
     opened,
+    places,
     settled,
     state_of,
     traced_once,  # noqa: F401, a fixture of this module
@@ -109,15 +110,6 @@ def test_no_part_of_a_delta_can_be_another_one(followed, tmp_path):
     assert_has(follower.predictor, states[3])
 
 
-def fields_of(value, path=()):
-    """Places in a manifest."""
-    if path:
-        yield path
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in parts:
-        yield from fields_of(each, (*path, key))
-
-
 def damaged_exports(path):
     """What was done, and the file with its content, None where it is gone."""
     for file in sorted(path.iterdir()):
@@ -128,7 +120,7 @@ def damaged_exports(path):
             yield f"{file.name} {other and len(other)}", file.name, other
     manifest = json.loads((path / "manifest.json").read_text())
     manifest.pop("manifest_sha256")
-    for place in fields_of(manifest):
+    for place in [*places(manifest)][1:]:
         for value in VALUES[:4]:
             body = json.loads(json.dumps(manifest))
             inner = body

@@ -13,8 +13,9 @@ import pytest
 import torch
 from live_parts import Training, opened, settled, traced_once, until  # noqa: F401
 from served_models import LONGEST, SIZES, ask, export_dlrm, export_hstu, process
+from trainer_parts import adam_trainer
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer
+from tritonrec import FeatureConfig
 from tritonrec.data import ImpressionLoader, load
 from tritonrec.distributed import RankDiedError
 from tritonrec.nn import GRM, HSTU, GRMConfig
@@ -137,9 +138,7 @@ def test_a_grm_judges_alike(tmp_path):
     sizes = {"dim": 16, "heads": 2, "qk_dim": 8, "v_dim": 8, "context_dim": 8}
     model = GRM(GRMConfig(max_seq_len=11, context=shown.context, tasks=shown.tasks, **sizes))
     features = [FeatureConfig("item", 16), FeatureConfig("action", 16), FeatureConfig("user_id", 8)]
-    tables = HashTableCollection(features, RowOptimizer("adam", lr=0.05))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    with Trainer(model, tables, optimizer, Communicators.local()) as trainer:
+    with adam_trainer(model, features) as trainer:
         trainer.step(shown.batch(0))
         trainer.save(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out", model)
@@ -223,7 +222,6 @@ def test_a_rank_that_has_not_reached_a_publication_looks_for_it_again(monkeypatc
     monkeypatch.setattr(spread_rows, "_followers", [follower])
     monkeypatch.setattr(spread_rows, "_making", {})
     monkeypatch.setattr(spread_rows, "_versions", {})
-
     found = []
     while len(found) < 3:
         found += filter(None, [spread_rows._advance(None, 5, 4)])

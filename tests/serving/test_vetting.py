@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from live_parts import places
 
 from tritonrec.checkpoint.manifest import add_checksum
 from tritonrec.serving import Predictor, programs, vetting
@@ -413,13 +414,6 @@ def test_operators_of_another_library_are_taken_by_its_name(program):
     with pytest.raises(RefusedProgramError, match="namespaces="):
         vetted(other)
     vetted(other, ["profiler"])
-
-
-def places(value, path=()):
-    yield path
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in parts:
-        yield from places(each, (*path, key))
 
 
 @given(st.data())

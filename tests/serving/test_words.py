@@ -6,8 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from trainer_parts import adam_trainer
 
-from tritonrec import Communicators, FeatureConfig, HashTableCollection, RowOptimizer, Trainer, checkpoint
+from tritonrec import FeatureConfig, Trainer, checkpoint
 from tritonrec.data import Interactions, NextItemLoader, Vocabulary
 from tritonrec.nn import HSTU, HSTUConfig
 from tritonrec.pipeline import saved_vocabularies
@@ -34,8 +35,7 @@ def vocabularies() -> dict[str, Vocabulary]:
 def trainer() -> Trainer:
     torch.manual_seed(4)
     model = HSTU(SIZES)
-    tables = HashTableCollection([FeatureConfig("item", 8)], RowOptimizer("adam", lr=0.02), seed=3)
-    return Trainer(model, tables, torch.optim.Adam(model.parameters(), lr=0.02), Communicators.local(), "fwp")
+    return adam_trainer(model, [FeatureConfig("item", 8)], 0.02, "fwp", seed=3)
 
 
 def train(made: Trainer, loader: NextItemLoader, steps: int) -> None:
