@@ -49,9 +49,8 @@ class CSVLogger(Logger):
     __reduce_ex__ = _NO_COPY
 
     def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
-        self.path = place_of(
-            path
-        ).absolute()  # a new column writes the file anew, wherever the program is then
+        # Absolute: a new column writes the file anew, wherever the program is then.
+        self.path = place_of(path).absolute()
         require_text(self.path)
         self._names = ["step"]
         if purge_step is None:

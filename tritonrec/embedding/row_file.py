@@ -48,7 +48,8 @@ class RowFile(RowStorage):
         self.read_rows, self.written_rows, self._slow, self._process = 0, 0, False, os.getpid()
         try:
             self._file = tempfile.TemporaryFile(dir=path, buffering=0)  # noqa: SIM115
-            weakref.finalize(self, self._file.close)  # nobody is to be told that it was open
+            # Nobody is to be told that it was open. At the end of the process a lane may still read it.
+            weakref.finalize(self, self._file.close).atexit = False
             memory = in_memory(self._file.fileno())
         except OSError as error:
             raise self._named(error, "cannot be made") from error

@@ -174,14 +174,8 @@ class RunAgreement:
         self, words: Words, settings: CallerSettings | None, step: int, sample_ids: torch.Tensor
     ) -> None:
         """Raise `RanksDisagreeError` on every rank where ranks differ. Collective over all ranks."""
-        own: dict[str, Any] = {
-            "rank": self.communicators.rank,
-            "here": {},
-            "samples": None,
-            "rows": {},
-            "loader": {},
-        }
-        own["shard"] = self.communicators.shard
+        own: dict[str, Any] = {"rank": self.communicators.rank, "shard": self.communicators.shard}
+        own |= {"here": {}, "samples": None, "rows": {}, "loader": {}}
         if words.state and self.compares_rows:
             own["rows"] = self._compared_rows()
         own["thread"] = {name: str(rate) for name, rate in words.rates.items()}
