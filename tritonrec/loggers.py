@@ -49,8 +49,7 @@ class CSVLogger(Logger):
     __reduce_ex__ = _NO_COPY
 
     def __init__(self, path: str | os.PathLike[str] | RemotePath, purge_step: int | None = None):
-        # Absolute: a new column writes the file anew, wherever the program is then.
-        self.path = place_of(path).absolute()
+        self.path = place_of(path).absolute()  # where a new column writes it anew, whatever folder is current
         require_text(self.path)
         self._names = ["step"]
         if purge_step is None:

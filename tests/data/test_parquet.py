@@ -176,6 +176,14 @@ def test_a_bad_column_is_named_with_its_file(tmp_path, changes, message):
         load(f"parquet:{tmp_path}")
 
 
+def test_a_damaged_name_of_a_column_names_its_file(tmp_path):
+    pq.write_table(pa.table({"caf\u00e9": [1, 2]}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole.replace("f\u00e9".encode(), b"f\xff\xff"))
+    with pytest.raises(ValueError, match=r"a\.parquet: .*utf-8"):
+        ParquetRows(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize("name", ["item", "like"])
 def test_a_column_that_is_there_twice_is_named_with_its_file(tmp_path, name):
     """Another one that is there twice is as good as absent, as each that nothing needs."""

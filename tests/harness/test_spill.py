@@ -157,7 +157,7 @@ def test_one_rank_without_memory_ends_all_or_takes_all_to_disk(memory_ends, spil
         (["--spill", "1MiB:."], "spill takes MEMORY:DIRECTORY, such as 2GiB:/data, and goes on from a"),
         (["--spill", "1MiB", "--checkpoint", "run"], "spill takes MEMORY:DIRECTORY"),
         (["--spill", "lots:.", "--checkpoint", "run"], "disk_memory"),
-        (["--spill", "1MiB:nowhere", "--checkpoint", "run"], "'nowhere' cannot be made"),
+        (["--spill", "1MiB:nowhere", "--checkpoint", "run"], "nowhere' cannot be made"),
         (["--spill", "1MiB:.", "--checkpoint", "run", "--memory-limit", "none"], "goes with rows in host"),
         (["--spill", "1MiB:.", "--checkpoint", "run", "--storage", "disk", "--disk-path", "."], "goes with"),
         (["--spill", "1MiB:.", "--checkpoint", "run", "--slipstream"], "--replay and --spill do not go with"),

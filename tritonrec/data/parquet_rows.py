@@ -219,8 +219,11 @@ class ParquetRows:
 
 def _values(about: pq.FileMetaData, columns: Sequence[str] | None) -> Iterator[tuple[Any, ...]]:
     """Of each column chunk its column, the number of values, the least and the greatest if that is told."""
+    types = [about.schema.column(number).physical_type for number in range(about.num_columns)]
     for group in map(about.row_group, range(about.num_row_groups)):
-        for chunk in map(group.column, range(about.num_columns)):
+        for type_, chunk in zip(types, map(group.column, range(about.num_columns)), strict=True):
+            if chunk.physical_type != type_:  # of which pyarrow's `statistics` would end the process
+                raise OSError(f"a column of {type_} has a row group of {chunk.physical_type}")
             name, told = chunk.path_in_schema, chunk.statistics
             if columns is None or name.partition(".")[0] in columns or name in columns:
                 least = (told.min_raw, told.max_raw) if told is not None and told.has_min_max else ()
